@@ -1,0 +1,241 @@
+"""The one configuration object: frozen, versioned, unknown keys refused with the nearest valid name.
+
+Read from YAML, from a dict, or from the `"moe_prefetch"` section of a DeepSpeed JSON. `load()` raises one ConfigError that lists
+every problem. `Config.model_json_schema()` is the JSON schema. Only keys that do something exist.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import BudgetError, ConfigError
+
+MAX_CONFIG_BYTES = 1 << 20
+KVName = Literal["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '2 GB', '1024' -> bytes. Raises ValueError."""
+    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not m or m[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GB")
+    return int(float(m[1]) * _UNITS[m[2].lower()])
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
+
+
+class DriveConfig(_Section):
+    """A model of the drive on top of the real reads, for machines whose page cache makes reads unreal. null: real reads only."""
+
+    bandwidth: float = Field(3e9, gt=0, description="bytes per second of the whole drive")
+    latency: float = Field(80e-6, ge=0, le=10, description="seconds from request to first byte")
+
+
+class ExpertsConfig(_Section):
+    """Where experts live and how they come."""
+
+    home: Literal["local", "disk"] = Field("local", description="local: all in this device's memory; disk: records in a file")
+    resident: int | str = Field("100%", description="slots per layer (16), share of the experts (50%), or bytes over all layers (2GiB)")
+    plan: PlanName = Field("auto", description="who says what to fetch: auto is probe where probe.path is given, else the stale gate")
+    path: Path | None = Field(None, description="folder of the record file; default: a temporary one, removed at detach")
+    threads: int = Field(4, ge=1, le=64, description="mover threads")
+    drive: DriveConfig | None = Field(None, description="model a slower drive on top of the real reads")
+    deadline: float = Field(30.0, gt=0, le=3600, description="seconds after which a read that has not come is an error")
+
+    @field_validator("resident")
+    @classmethod
+    def _resident(cls, value: int | str) -> int | str:
+        if isinstance(value, bool):
+            raise ValueError("write a number of slots, a share such as 50%, or a size such as 2GiB")
+        if isinstance(value, str) and value.strip().endswith("%"):
+            try:
+                share = float(value.strip()[:-1])
+            except ValueError:
+                raise ValueError(f"{value!r} is not a share; write for example 50%") from None
+            if not 0 < share <= 100:
+                raise ValueError(f"{value} is no share between 0% (exclusive) and 100%")
+        elif isinstance(value, str):
+            parse_bytes(value)
+        elif value < 1:
+            raise ValueError(f"{value} slots hold nothing; give each layer at least 1")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExpertsConfig:
+        if self.home == "local":
+            if self.resident != "100%":
+                raise ValueError("resident is set, but home: local keeps every expert in memory; set home: disk or drop resident")
+            for key in ("path", "drive"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is set, but home: local reads nothing from a drive; set home: disk or drop {key}")
+        return self
+
+
+class ProbeConfig(_Section):
+    """The routing probe."""
+
+    path: Path | None = Field(None, description="folder written by save_pretrained; null: the target's own gate, unfitted (stale gate)")
+
+
+class KVConfig(_Section):
+    """How the KV cache is stored. See docs/kv.md for what each format costs and keeps."""
+
+    format: KVName = "fp16"
+    window: int = Field(64, ge=0, le=1 << 16, description="most recent tokens kept in FP16")
+    sinks: int = Field(4, ge=0, le=1024, description="first tokens kept in FP16")
+    outliers: Literal["importance", "sigma", "topn", "none"] = "importance"
+    calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
+    layers: dict[int, KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
+
+    @field_validator("layers")
+    @classmethod
+    def _layers(cls, value: dict[int, str]) -> dict[int, str]:
+        if bad := [k for k in value if k < 0]:
+            raise ValueError(f"decoder layers are counted from 0, got {bad}")
+        return value
+
+
+class Config(_Section):
+    """Everything that `attach` needs. Whatever is left out has a default that never loses."""
+
+    version: Literal[1] = 1
+    experts: ExpertsConfig = ExpertsConfig()
+    probe: ProbeConfig = ProbeConfig()
+    kv: KVConfig = KVConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.experts.plan == "probe" and self.probe.path is None:
+            raise ValueError("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
+        return self
+
+
+def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Keys of `model` whose value is a section of its own."""
+    found = {}
+    for name, field in model.model_fields.items():
+        for t in (field.annotation, *get_args(field.annotation)):
+            if isinstance(t, type) and issubclass(t, BaseModel):
+                found[name] = t
+    return found
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One line for one pydantic error: key, fault, nearest valid key."""
+    loc = error["loc"]
+    key = ".".join(str(p) for p in loc if not (isinstance(p, str) and p in ("int", "str"))) or "(whole config)"
+    if error["type"] != "extra_forbidden":
+        # A union reports once per member; the value that was given says more than the member's name.
+        given = f" (given: {error['input']!r})" if not isinstance(error.get("input"), dict | BaseModel) else ""
+        return f"{key}: {error['msg'].removeprefix('Value error, ')}{given if len(given) < 100 else ''}"
+    model: type[BaseModel] = Config
+    for part in loc[:-1]:
+        model = _sections(model).get(str(part), model)
+    valid = sorted(model.model_fields)
+    near = difflib.get_close_matches(str(loc[-1]), valid, n=1)
+    return f"{key}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader without aliases (their expansion can fill the memory) and without duplicate keys (the first would be lost)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) != len(dict(pairs)):
+        raise ValueError(f"duplicate key among {[k for k, _ in pairs]}")
+    return dict(pairs)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Parse a YAML file, or a JSON file (a DeepSpeed config gives its `moe_prefetch` section). Raises ConfigError."""
+    try:
+        with open(path, "rb") as f:
+            data = f.read(MAX_CONFIG_BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"the configuration can't be read: {e.strerror}", where=str(path), do="check the path") from e
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"larger than {MAX_CONFIG_BYTES} bytes", where=str(path), expected="a small YAML or JSON file", do="check the path")
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else yaml.load(text, _Loader)  # noqa: S506
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {' '.join(str(e).split())}", where=str(path),
+                          do="mend the syntax") from e
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"the top level is a {type(value).__name__}", where=str(path), expected="keys such as experts, probe, kv",
+                          do="see docs/config.md")
+    if path.suffix == ".json" and "moe_prefetch" in value:
+        value = value["moe_prefetch"]
+        if not isinstance(value, dict):
+            raise ConfigError("the moe_prefetch section is not an object", where=str(path), expected="keys such as experts, probe, kv",
+                              do="see docs/config.md")
+    return value
+
+
+def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
+    """A Config from a file path, a dict, a Config or None (defaults). Raises ConfigError with every problem in `.problems`."""
+    if isinstance(source, Config):
+        return source
+    where = "" if not isinstance(source, str | Path) else str(source)
+    value = {} if source is None else source if isinstance(source, dict) else read_file(Path(source))
+    try:
+        config = Config.model_validate(value)
+    except ValidationError as e:
+        problems = tuple(dict.fromkeys(_explain(dict(p)) for p in e.errors()))
+        raise ConfigError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration: " + "; ".join(problems),
+                          problems=problems, where=where, do="mend the keys named; `moe-prefetch validate FILE` checks again") from e
+    if where:
+        # Paths in a file are relative to the file, so that a config folder can be moved.
+        base = Path(where).resolve().parent
+        update: dict[str, Any] = {}
+        for section, key in (("experts", "path"), ("probe", "path"), ("kv", "calibration")):
+            part = update.get(section, getattr(config, section))
+            if (p := getattr(part, key)) is not None and not p.is_absolute():
+                update[section] = part.model_copy(update={key: base / p})
+        config = config.model_copy(update=update)
+    return config
+
+
+def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int) -> int:
+    """How many expert slots each layer gets. Raises BudgetError for a budget that holds none, or more than there are."""
+    value = experts.resident
+    if isinstance(value, int):
+        slots = value
+    elif value.strip().endswith("%"):
+        slots = int(num_experts * float(value.strip()[:-1]) / 100 + 1e-9)
+    else:
+        slots = min(parse_bytes(value) // (record_bytes * num_layers), num_experts)
+    if slots < 1:
+        raise BudgetError(f"experts.resident = {value} holds no expert of a layer", where=f"{num_experts} experts, {record_bytes} bytes each",
+                          expected=f"at least one slot per layer: {num_layers * record_bytes} bytes in all", do="raise experts.resident")
+    if slots > num_experts:
+        raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
+                          expected=f"1 to {num_experts} slots", do="lower experts.resident, or write 100%")
+    return slots
