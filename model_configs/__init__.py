@@ -1,0 +1,1 @@
+"""One YAML file a model: layer, head and expert numbers, read by `moe_prefetch.config`."""
