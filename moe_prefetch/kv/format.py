@@ -1,0 +1,217 @@
+"""What a page of the KV cache is, byte by byte: the one description that allocator, codec, kernels, files and reports share.
+
+A page holds PAGE tokens of one KV head as one contiguous record; docs/kv.md draws it. No torch here.
+E2M1, E4M3: OCP Microscaling Formats v1.0 and OCP 8-bit Floating Point v1.0.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from ..errors import ConfigError, ShapeError
+
+LAYOUT_VERSION = 1
+PAGE = 128  # tokens of one KV head in a page
+GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
+MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
+ALIGN = 32  # bytes: a DRAM sector, so that no record shares one with its neighbour
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Exact midpoints. A tie goes to the even code: below midpoint i lies code i, so ties at even i stay, at odd i rise.
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How elements become bits.
+
+    code       fp16 | fp8 (E4M3) | fp4 (E2M1)
+    block      channels that share a scale along head_dim (0: none; -1: the whole row of one token)
+    scale      none | e4m3 (times the page's FP32 factor) | e8m0 (factor 1)
+    order      planes: permuted bytes for the decode kernel, V channel-major | linear: channel 2j low nibble, 2j+1 high, both token-major
+    v_axis     token: a V scale serves `v_group` channels of one token | channel: it serves `v_group` tokens of one channel
+    divisors   scale candidates: scale = amax / divisor, the one of least weighted error wins (first on a tie)
+    max_bits   outlier channels are granted while bits per element at 32k stay within this (None: none are)
+    max_share  and while the FP16 share of K and V elements stays within this
+    """
+
+    name: str
+    code: Literal["fp16", "fp8", "fp4"]
+    block: int = 32
+    scale: Literal["none", "e4m3", "e8m0"] = "e4m3"
+    order: Literal["planes", "linear"] = "planes"
+    v_axis: Literal["token", "channel"] = "token"
+    v_group: int = 32
+    divisors: tuple[float, ...] = (6.0,)
+    max_bits: float | None = None
+    max_share: float = 0.05
+
+    @property
+    def append_group(self) -> int:
+        """Tokens that must leave the window together: a scale over several tokens needs all of them."""
+        return self.v_group if self.v_axis == "channel" else 1
+
+
+SEARCH = (6.0, 4.0, 4.5, 5.0, 5.5, 6.5, 7.0, 8.0)
+FORMATS: dict[str, KVFormat] = {
+    f.name: f
+    for f in (
+        KVFormat("fp16", "fp16", block=0, scale="none", order="linear"),
+        KVFormat("fp8", "fp8", block=-1, scale="e8m0", v_group=-1),
+        KVFormat("fp4-72", "fp4", divisors=SEARCH, max_bits=4.48),
+        KVFormat("fp4-quality", "fp4", divisors=SEARCH, max_bits=4.85),
+        # V scales over 64 tokens of a channel: fewer instructions for eight query heads per KV head, worse answers.
+        KVFormat("fp4-72-v64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.48),
+        KVFormat("fp4-quality-v64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.85),
+        KVFormat("nvfp4", "fp4", block=16, v_group=16, order="linear"),
+        KVFormat("mxfp4", "fp4", scale="e8m0", order="linear"),
+    )
+}
+
+
+def format_of(name: str) -> KVFormat:
+    """Raises ConfigError for a name that is no format."""
+    if name not in FORMATS:
+        raise ConfigError(f"{name!r} is no KV format", where="kv.format", expected=" | ".join(FORMATS), do="choose one of them")
+    return FORMATS[name]
+
+
+def _div_up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte offsets of one record; sizes follow from `format`, the head dims and the number of FP16 outlier channels.
+
+    k_dim, v_dim  head dims of K and V; v_dim 0 means that V is K's own codes (MLA: the latent)
+    outliers      K channels kept in FP16 beside the codes (their FP4 slots hold code 0)
+    rope          further K channels that live in FP16 only and have no slot (MLA: the rotary part)
+    Raises ShapeError for a shape that no kernel of ours reads.
+    """
+
+    format: KVFormat
+    k_dim: int
+    v_dim: int
+    outliers: int = 0
+    rope: int = 0
+
+    def __post_init__(self) -> None:
+        for what, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
+            if dim % 16 or dim < (16 if what == "k_dim" else 0):
+                raise ShapeError(f"{what} {dim} can't be stored", expected="a positive multiple of 16", do="keep this layer in the host's own cache")
+        if not 0 <= self.outliers <= min(self.k_dim, MAX_OUTLIERS) or self.rope < 0 or self.rope % 2:
+            raise ShapeError(f"{self.outliers} outlier and {self.rope} rotary channels beside head dim {self.k_dim}",
+                             expected=f"at most {MAX_OUTLIERS} outliers within the head dim, an even number of rotary channels", do="lower kv.outliers")
+        if self.outliers and self.format.max_bits is None:
+            raise ShapeError(f"format {self.format.name} has no outlier channels", expected="outliers = 0", do="choose an fp4-* format")
+
+    def _code_bytes(self, dim: int) -> int:
+        return PAGE * dim * {"fp16": 16, "fp8": 8, "fp4": 4}[self.format.code] // 8
+
+    def _blocks(self, dim: int) -> int:
+        f = self.format
+        return 0 if f.scale == "none" or dim == 0 else 1 if f.block == -1 else _div_up(dim, f.block)
+
+    @property
+    def k_blocks(self) -> int:
+        """Scales of one token's K row; a head dim that is no multiple of the block ends in a shorter one."""
+        return self._blocks(self.k_dim)
+
+    @property
+    def v_scale_shape(self) -> tuple[int, int]:
+        """Shape of the V scales: [PAGE, blocks] per token, [v_dim, PAGE // v_group] per channel."""
+        f = self.format
+        if f.scale == "none" or not self.v_dim:
+            return 0, 0
+        if f.v_axis == "channel":
+            return self.v_dim, PAGE // f.v_group
+        return PAGE, 1 if f.v_group == -1 else _div_up(self.v_dim, f.v_group)
+
+    @cached_property
+    def offsets(self) -> dict[str, tuple[int, int]]:
+        """Part name -> (first byte, bytes), in the order of the record."""
+        rows, cols = self.v_scale_shape
+        sizes = {
+            "k_codes": self._code_bytes(self.k_dim),
+            "v_codes": self._code_bytes(self.v_dim),
+            "k_scales": PAGE * self.k_blocks,
+            "v_scales": rows * cols,
+            "k_outliers": PAGE * self.outliers * 2,
+            "k_rope": PAGE * self.rope * 2,
+            "trailer": 16,
+        }
+        out, at = {}, 0
+        for part, size in sizes.items():
+            out[part] = (at, size)
+            at += size
+        return out
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one record, padding included: the only place where this number is made."""
+        first, size = self.offsets["trailer"]
+        return _div_up(first + size, ALIGN) * ALIGN
+
+    @property
+    def element_count(self) -> int:
+        """K and V elements of one token and head that the record stands for (an MLA latent is counted once)."""
+        return self.k_dim + self.v_dim + self.rope
+
+    @property
+    def outlier_share(self) -> float:
+        return self.outliers / (self.k_dim + self.v_dim)
+
+    def recent_capacity(self, window: int, draft: int = 1) -> int:
+        """FP16 slots a sequence needs for its window while `draft` tokens are under way."""
+        return window + self.format.append_group - 1 + draft
+
+    def held_bytes(self, tokens: int, sinks: int, window: int, draft: int = 1) -> int:
+        """Bytes one sequence holds in one KV head: pages, sinks, window, block table. The formula that storage is measured against."""
+        fp16 = 2 * (sinks + self.recent_capacity(window, draft)) * self.element_count
+        stored = max(0, tokens - sinks - window)
+        pages = _div_up(stored // self.format.append_group * self.format.append_group, PAGE)
+        return pages * (self.page_bytes + 4) + fp16
+
+    def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int = 64) -> float:
+        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables."""
+        return self.held_bytes(tokens, sinks, window) * 8 / (tokens * self.element_count)
+
+
+def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0) -> PageLayout:
+    """The layout of a format at these head dims; without `outliers` as many as its budget grants."""
+    plain = PageLayout(format, k_dim, v_dim, 0, rope)
+    if outliers is not None:
+        return replace(plain, outliers=outliers)
+    if format.max_bits is None or not v_dim:
+        return plain
+    best = plain
+    for n in range(1, min(k_dim, MAX_OUTLIERS) + 1):
+        trial = replace(plain, outliers=n)
+        if trial.bits_per_element() > format.max_bits or trial.outlier_share > format.max_share:
+            return best
+        best = trial
+    return best
+
+
+def capacity(layouts: list[PageLayout], heads: int, *, budget_bytes: int, tokens: int, reserved: int, sinks: int = 4, window: int = 64) -> dict[str, float]:
+    """Two capacity figures that must never be quoted as each other.
+
+    `layouts` one per layer. Returns bytes per token, and how many sequences of `tokens` fit in `budget_bytes` here, in paged FP16, and in
+    FP16 reserved at `reserved` tokens a sequence, with the two ratios.
+    """
+    ours = heads * sum(x.held_bytes(tokens, sinks, window) for x in layouts)
+    row = heads * sum(x.element_count for x in layouts) * 2
+    paged = row * _div_up(tokens, PAGE) * PAGE
+    n, n_paged, n_reserved = (budget_bytes // x for x in (ours, paged, row * reserved))
+    return {
+        "bytes_per_token": ours / tokens,
+        "fp16_bytes_per_token": float(row),
+        "sequences": float(n),
+        "sequences_paged_fp16": float(n_paged),
+        "sequences_reserved_fp16": float(n_reserved),
+        "ratio_vs_paged_fp16": paged / ours,
+        "ratio_vs_reserved_fp16": row * reserved / ours,
+    }
