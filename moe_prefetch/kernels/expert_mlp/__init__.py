@@ -1,0 +1,1 @@
+"""The gated expert FFN, and the layer made of it."""
