@@ -1,0 +1,1 @@
+"""The expert wing: planner decides, slots hold, mover moves, compute computes, ledger counts."""

@@ -1,0 +1,59 @@
+"""Every demand is settled here: how many experts were there, late or missing, and which bytes moved for nothing."""
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ..types import Settlement
+
+
+@dataclass
+class Totals:
+    """Sums over settlements; experts are counted per (layer, step), distinct. `bytes_wasted` was fetched ahead and never read."""
+
+    hit: int = 0
+    late: int = 0
+    miss: int = 0
+    wasted: int = 0
+    cancelled: int = 0
+    bytes_moved: int = 0
+    bytes_wasted: int = 0
+    stall_s: float = 0.0
+
+    @property
+    def demanded(self) -> int:
+        return self.hit + self.late + self.miss
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit / self.demanded if self.demanded else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "demanded": self.demanded, "hit_rate": self.hit_rate}
+
+
+class Ledger:
+    """Totals over all layers, per layer, and split into decode (one token a sequence) and prefill by the caller's label."""
+
+    def __init__(self, num_layers: int, record_bytes: int) -> None:
+        self.record_bytes = record_bytes
+        self.layers = [Totals() for _ in range(num_layers)]
+        self.kinds: dict[str, Totals] = {}
+
+    def settle(self, s: Settlement, kind: str) -> None:
+        for t in (self.layers[s.layer], self.kinds.setdefault(kind, Totals())):
+            t.hit += s.hit
+            t.late += s.late
+            t.miss += s.miss
+            t.cancelled += s.cancelled
+            t.bytes_moved += s.bytes_moved
+            t.stall_s += s.stall_s
+            t.wasted += s.wasted
+            t.bytes_wasted += s.wasted * self.record_bytes
+
+    @property
+    def total(self) -> Totals:
+        out = Totals()
+        for t in self.layers:
+            for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted", "stall_s"):
+                setattr(out, key, getattr(out, key) + getattr(t, key))
+        return out

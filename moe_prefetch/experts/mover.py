@@ -1,0 +1,215 @@
+"""Moves records from their home into slots, on threads. Acts on plans; decides nothing.
+
+Demand reads go before fetches ahead. A fetch that has not started can be cancelled; one that has started ends, and publishes its
+slot. All shared state (queue, slot table) is under one condition, `lock`.
+"""
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from ..errors import DeadlineError, SessionError
+from ..runtime import Runtime
+from ..types import Move, Plan
+from .slots import SlotTable
+from .store import DiskStore
+
+
+class JobState(IntEnum):
+    QUEUED = 0
+    STARTED = 1
+    DONE = 2
+    CANCELLED = 3
+    FAILED = 4
+
+
+@dataclass(eq=False)
+class Job:
+    """One record on its way. `slot` is -1 for a bounce buffer. The job owns its buffer until it ends."""
+
+    layer: int
+    expert: int
+    slot: int
+    generation: int
+    buffer: torch.Tensor
+    state: JobState = JobState.QUEUED
+    error: BaseException | None = field(default=None, repr=False)
+
+    @property
+    def move(self) -> Move:
+        return Move(self.layer, self.expert, self.slot, self.generation)
+
+
+class Drive:
+    """A drive as a queue: one request's first byte comes after `latency`, bytes of all requests share `bandwidth`."""
+
+    def __init__(self, bandwidth: float, latency: float) -> None:
+        self.bandwidth, self.latency = bandwidth, latency
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def done_at(self, start: float, nbytes: int) -> float:
+        """When a request issued at `start` has all its bytes (monotonic seconds)."""
+        with self._lock:
+            self._free_at = max(start + self.latency, self._free_at) + nbytes / self.bandwidth
+            return self._free_at
+
+
+class Mover:
+    """Threads that fill slots of `table` and bounce buffers from `store`.
+
+    `buffers[layer][slot]` is the memory of a slot, allocated once: addresses never change. `poison` (tests) is called on the buffer
+    of a slot about to be overwritten and of a cancelled one, so that a late reader shows.
+    """
+
+    def __init__(self, store: DiskStore, table: SlotTable, runtime: Runtime, *, threads: int, deadline: float, drive: Drive | None = None,
+                 poison: Callable[[torch.Tensor], None] | None = None) -> None:
+        self.store, self.table, self.lock = store, table, threading.Condition()
+        self._runtime, self._drive, self._deadline, self._poison = runtime, drive, deadline, poison
+        self.buffers = [[runtime.allocate(store.layout.nbytes) for _ in range(table.num_slots)] for _ in range(table.num_layers)]
+        self._bounce = [runtime.allocate(store.layout.nbytes) for _ in range(threads + 1)]
+        self._urgent: deque[Job] = deque()
+        self._ahead: deque[Job] = deque()
+        self._filling: dict[tuple[int, int], Job] = {}
+        self._closed = False
+        self._moved, self._wasted = [0] * table.num_layers, [0] * table.num_layers
+        self.started = 0
+        self.read_s = 0.0
+        self._threads = [runtime.start_thread(self._work, f"moe-prefetch-mover-{i}") for i in range(threads)]
+
+    # under self.lock ------------------------------------------------------------------------------------------------
+    def prefetch(self, plan: Plan) -> None:
+        """Claim the plan's slots and queue its moves. Hold `lock`."""
+        for m in plan.moves:
+            self._claim(m.layer, m.slot, m.expert, ahead=True)
+        if plan.moves:
+            self.lock.notify_all()
+
+    def demand(self, layer: int, expert: int, slot: int | None) -> Job | None:
+        """Queue an urgent read into a slot (None: a bounce buffer). Returns None when no bounce buffer is free. Hold `lock`."""
+        if slot is not None:
+            job = self._claim(layer, slot, expert, ahead=False)
+        elif self._bounce:
+            job = Job(layer, expert, -1, -1, self._bounce.pop())
+            self._urgent.append(job)
+        else:
+            return None
+        self.lock.notify_all()
+        return job
+
+    def take_counts(self, layer: int) -> tuple[int, int]:
+        """(records that crossed the link, slots thrown out unread) of a layer since the last call."""
+        with self.lock:
+            counts = self._moved[layer], self._wasted[layer]
+            self._moved[layer] = self._wasted[layer] = 0
+            return counts
+
+    def _claim(self, layer: int, slot: int, expert: int, *, ahead: bool) -> Job:
+        generation, evicted = self.table.begin_fill(layer, slot, expert, ahead=ahead)
+        job = Job(layer, expert, slot, generation, self.buffers[layer][slot])
+        if self._poison:
+            self._poison(job.buffer)
+        self._filling[layer, expert] = job
+        (self._ahead if ahead else self._urgent).append(job)
+        self._wasted[layer] += evicted is not None and evicted.wasted
+        return job
+
+    def filling(self, layer: int, expert: int) -> Job | None:
+        """The job that is bringing an expert into a slot. Hold `lock`."""
+        return self._filling.get((layer, expert))
+
+    def unstarted(self, layer: int) -> tuple[Job, ...]:
+        """Fetches ahead for a layer that have not started. Hold `lock`."""
+        return tuple(j for j in self._ahead if j.layer == layer)
+
+    def cancel(self, job: Job) -> None:
+        """Take back a fetch that has not started. Hold `lock`."""
+        self._ahead.remove(job)
+        job.state = JobState.CANCELLED
+        del self._filling[job.layer, job.expert]
+        self.table.cancel(job.layer, job.slot, job.generation)
+
+    def free_bounce(self, job: Job) -> None:
+        """Give back the bounce buffer of a finished job. Hold `lock`."""
+        if self._poison:
+            self._poison(job.buffer)
+        self._bounce.append(job.buffer)
+
+    def wait(self, job: Job) -> None:
+        """Block until a job has ended. Hold `lock` (it is released meanwhile). Raises its error, or DeadlineError."""
+        end = self._runtime.now() + self._deadline
+        while job.state < JobState.DONE:
+            left = end - self._runtime.now()
+            if left <= 0:
+                raise DeadlineError(f"an expert did not come within {self._deadline:g} s", where=f"layer {job.layer}, expert {job.expert}",
+                                    expected="a drive that answers", do="check the drive, or raise experts.deadline")
+            self.lock.wait(left)
+        if job.error is not None:
+            raise job.error
+
+    def drain(self) -> None:
+        """Cancel what has not started and wait for what has. Hold `lock`. Raises DeadlineError."""
+        for job in list(self._ahead):
+            self.cancel(job)
+        for job in [*self._filling.values()]:
+            try:
+                self.wait(job)
+            except DeadlineError:
+                raise
+            except Exception:  # noqa: S110  # a failed fetch has freed its slot; the reader that needs it will see its own error
+                pass
+
+    # threads --------------------------------------------------------------------------------------------------------
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                while not (self._urgent or self._ahead or self._closed):
+                    self.lock.wait()
+                if self._closed:
+                    return
+                job = (self._urgent or self._ahead).popleft()
+                job.state = JobState.STARTED
+                self.started += 1
+                self._moved[job.layer] += 1
+            start = self._runtime.now()
+            try:
+                self.store.read_into(job.layer, job.expert, job.buffer)
+                if self._drive:
+                    self._runtime.sleep_until(self._drive.done_at(start, self.store.layout.nbytes))
+            except BaseException as e:  # noqa: BLE001  # handed to whoever waits for the job
+                job.error = e
+            with self.lock:
+                self.read_s += self._runtime.now() - start
+                if job.slot >= 0:
+                    del self._filling[job.layer, job.expert]
+                    (self.table.cancel if job.error else self.table.publish)(job.layer, job.slot, job.generation)
+                job.state = JobState.FAILED if job.error else JobState.DONE
+                self.lock.notify_all()
+
+    def held_bytes(self) -> int:
+        """Bytes of slots and bounce buffers."""
+        return self.store.layout.nbytes * (self.table.num_layers * self.table.num_slots + len(self._threads) + 1)
+
+    def close(self) -> None:
+        """Stop the threads; waits for reads under way. Raises DeadlineError when one hangs."""
+        with self.lock:
+            self._closed = True
+            self._urgent.clear()
+            self._ahead.clear()
+            self.lock.notify_all()
+        end = self._runtime.now() + self._deadline
+        for thread in self._threads:
+            thread.join(max(0.0, end - self._runtime.now()))
+        if any(t.is_alive() for t in self._threads):
+            raise DeadlineError(f"a mover thread did not stop within {self._deadline:g} s", where="closing the session",
+                                do="check the drive: a read hangs")
+        self.buffers, self._bounce = [], []
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise SessionError("the session is closed", do="attach again")
