@@ -15,6 +15,7 @@ LAYOUT_VERSION = 1
 PAGE = 128  # tokens of one KV head in a page
 GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
 MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
+OUTLIER_STEPS = (1, 2, 3, 4, 6, 8, 12, 16)  # what budgets grant
 ALIGN = 32  # bytes: a DRAM sector, so that no record shares one with its neighbour
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
@@ -60,11 +61,11 @@ FORMATS: dict[str, KVFormat] = {
     for f in (
         KVFormat("fp16", "fp16", block=0, scale="none", order="linear"),
         KVFormat("fp8", "fp8", block=-1, scale="e8m0", v_group=-1),
-        KVFormat("fp4-72", "fp4", divisors=SEARCH, max_bits=4.48),
-        KVFormat("fp4-quality", "fp4", divisors=SEARCH, max_bits=4.85),
-        # V scales over 64 tokens of a channel: fewer instructions for eight query heads per KV head, worse answers.
-        KVFormat("fp4-72-v64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.48),
-        KVFormat("fp4-quality-v64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.85),
+        KVFormat("fp4-72", "fp4", v_group=64, divisors=SEARCH, max_bits=4.48),
+        KVFormat("fp4-quality", "fp4", v_group=64, divisors=SEARCH, max_bits=4.85),
+        # V scales over 64 tokens of a channel: an alternative for kernels with many query heads per KV head; measured worse per bit.
+        KVFormat("fp4-72-c64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.48),
+        KVFormat("fp4-quality-c64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.85),
         KVFormat("nvfp4", "fp4", block=16, v_group=16, order="linear"),
         KVFormat("mxfp4", "fp4", scale="e8m0", order="linear"),
     )
@@ -188,7 +189,7 @@ def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None
     if format.max_bits is None or not v_dim:
         return plain
     best = plain
-    for n in range(1, min(k_dim, MAX_OUTLIERS) + 1):
+    for n in (n for n in OUTLIER_STEPS if n <= k_dim):
         trial = replace(plain, outliers=n)
         if trial.bits_per_element() > format.max_bits or trial.outlier_share > format.max_share:
             return best
