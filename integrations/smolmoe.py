@@ -92,6 +92,15 @@ def dense_base(dtype: torch.dtype = torch.float32, cache_dir: Path | str | None 
     return _load(_committed(_cache_root(cache_dir), _key("smollm2"), lambda out: _write_dense(out, progress)), dtype)
 
 
+def probe_dir(name: str = "mixed", delta_dir: Path | str | None = None) -> Path:
+    """Folder of a fitted probe that comes with the delta: `mixed` (all domains) or `cross` (no encyclopaedic text). Raises ArtefactError."""
+    folder = _delta_folder(delta_dir) / "probes" / name
+    if not (folder / "config.json").is_file():
+        raise ArtefactError(f"no fitted probe {name!r}", where=str(folder), expected="mixed or cross",
+                            do="fit one: moe-prefetch fit --model smolmoe --quick")
+    return folder
+
+
 # what is needed, and where it is ------------------------------------------------------------------------------------------
 def _require_packages() -> None:
     missing = [name for name in ("transformers", "accelerate", "gguf") if importlib.util.find_spec(name) is None]

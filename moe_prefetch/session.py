@@ -25,6 +25,7 @@ from .experts.planner import POLICIES, Budget, cancellable
 from .experts.slots import SlotTable
 from .experts.store import DiskStore, LocalStore
 from .metrics import Metrics
+from .observe.report import Report, session_report
 from .probes.forecast import Forecaster, ProbeForecaster
 from .probes.probe import RoutingProbe
 from .runtime import REAL, Runtime
@@ -199,6 +200,10 @@ class Session:
         """Expert bytes: `resident` in this process now, `total` of the model."""
         total = self.ledger.record_bytes * self.num_layers * self.num_experts
         return {"resident": self._mover.held_bytes() if self._mover else total, "total": total}
+
+    def report(self) -> Report:
+        """Tables and figures of everything since attach; `.save(folder)` writes them."""
+        return session_report(self)
 
     def wait_idle(self) -> None:
         """Cancel fetches that have not started and wait for the others. Raises DeadlineError."""

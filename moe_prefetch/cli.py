@@ -1,0 +1,117 @@
+"""The command line. Heavy imports happen inside the verbs, so that `--help` is quick and `env` works where torch does not."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from .observe.report import Table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+                  help="Mixture-of-Experts inference without waiting for experts or for the KV cache.")
+out, err = Console(), Console(stderr=True)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Our errors in one paragraph and exit code 1; an interrupt is 130."""
+    from .errors import MoEPrefetchError
+
+    try:
+        yield
+    except MoEPrefetchError as e:
+        err.print(f"error: {e}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from e
+    except KeyboardInterrupt:
+        err.print("interrupted: the model is as it was, temporary files are gone, nothing was written", style="yellow")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal; elsewhere one line per stage, so that a log stays readable."""
+    if not err.is_terminal:
+        last = [""]
+
+        def say(what: str, done: int, total: int) -> None:
+            if what != last[0]:
+                last[0] = what
+                err.print(f"[{done}/{total}] {what}", markup=False, highlight=False)
+
+        yield say
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=err,
+                  transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _print(table: Table) -> None:
+    rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
+    for i, column in enumerate(table.columns):
+        numeric = bool(table.rows) and not isinstance(table.rows[0][i], str)
+        rich.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in table.text():
+        rich.add_row(*row)
+    out.print(rich, markup=False)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the report (Markdown, PNG, JSON).")] = Path("demo-report"),
+    tokens: Annotated[int, typer.Option(min=8, max=512, help="New tokens for each of the three prompts.")] = 48,
+    real_drive: Annotated[bool, typer.Option("--real-drive", help="Do not model a drive on top of the real reads.")] = False,
+    probe: Annotated[Path | None, typer.Option(help="A fitted probe for SmolMoE in place of the one that comes along.")] = None,
+) -> None:
+    """Generate with 50 % and 25 % of the experts resident under every plan, check that tokens are identical, and measure KV formats.
+
+    Runs SmolMoE, a real MoE model, on the CPU. Takes a few minutes and about 2 GB of memory.
+    """
+    from . import demo as job
+
+    with _errors():
+        with _progress() as progress:
+            report = job.run(folder, new_tokens=tokens, drive=None if real_drive else job.DRIVE, probe=probe, progress=progress)
+        for table in report.tables:
+            _print(table)
+        out.print("tokens identical for every plan: yes", style="green", highlight=False)
+        out.print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices and settings for a bug report. Works where torch does not."""
+    from .observe.env import collect
+
+    print(collect())
+
+
+@app.command()
+def validate(config: Annotated[Path, typer.Argument(help="A YAML config, or a DeepSpeed JSON with a moe_prefetch section.")]) -> None:
+    """Check a configuration and list every problem. Touches no model and no GPU; exit code 1 when there is a problem."""
+    from .config import check
+
+    problems = check(config)
+    for problem in problems:
+        err.print(f"- {problem}", markup=False, highlight=False)
+    if problems:
+        err.print(f"{config}: {len(problems)} problem{'s' * (len(problems) > 1)}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1)
+    out.print(f"{config}: no problems", style="green", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point of `moe-prefetch`."""
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

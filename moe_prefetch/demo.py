@@ -1,0 +1,236 @@
+"""The main job on a real model: the same tokens with most experts out of memory, fetched ahead, and the KV cache in FP4.
+
+Everything is measured in this process on SmolMoE (30 layers, 32 experts, top-4), on this machine's CPU, in float32.
+"""
+from __future__ import annotations
+
+import importlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import DriveConfig
+from .errors import ArtefactError, MoEPrefetchError
+from .experts.ledger import Totals
+from .observe.report import Figure, Report, Table, bars, size
+from .probes.forecast import OracleForecaster
+from .session import Session, attach
+from .types import Demand
+
+PROMPTS = {
+    "prose": "The history of the castle begins in the twelfth century, when",
+    "code": "def read_lines(path):\n    \"\"\"Return the lines of a file without their line ends.\"\"\"\n",
+    "shell": "<|im_start|>user\nHow do I list all files in a folder, hidden ones too, in a Linux shell?<|im_end|>\n<|im_start|>assistant\n",
+}
+PLANS = ("lru", "recent", "stale", "probe", "oracle")
+SHARES = ("50%", "25%")
+KV_FORMATS = ("fp16", "fp8", "fp4-quality", "fp4-72")
+KV_TOKENS, KV_CHUNK = 1024, 128
+DRIVE = DriveConfig()
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Run:
+    """One way of generating the three prompts."""
+
+    name: str
+    share: str
+    tokens: list[list[int]]
+    seconds: float
+    decode: Totals = field(default_factory=Totals)
+    prefill: Totals = field(default_factory=Totals)
+    held: int = 0
+
+    @property
+    def per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+    @property
+    def unmet(self) -> int:
+        """Experts that had to be waited for, prefill and decode."""
+        return sum(t.late + t.miss for t in (self.decode, self.prefill))
+
+    @property
+    def bytes_read(self) -> int:
+        return self.decode.bytes_moved + self.prefill.bytes_moved
+
+
+def generate(model: Any, tokenizer: Any, new_tokens: int, tick: Callable[[], None]) -> tuple[list[list[int]], float]:
+    """Greedy continuations of the three prompts, token ids, and the seconds they took."""
+    out, start = [], time.perf_counter()
+    for text in PROMPTS.values():
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                                 pad_token_id=tokenizer.eos_token_id)
+        out.append(new[0, ids.shape[1] :].tolist())
+        tick()
+    return out, time.perf_counter() - start
+
+
+@contextmanager
+def _records() -> Iterator[Path]:
+    """A folder for the record file, gone afterwards whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="moe_prefetch-demo-") as folder:
+        yield Path(folder)
+
+
+def expert_runs(model: Any, tokenizer: Any, probe: Path, *, new_tokens: int, drive: DriveConfig | None, tick: Callable[[], None]) -> list[Run]:
+    """Untouched, everything resident, then every plan at every share. The first run is the reference."""
+    tokens, seconds = generate(model, tokenizer, new_tokens, tick)
+    runs = [Run("untouched", "100%", tokens, seconds)]
+    with attach(model) as session:
+        demands = session.record_demands()
+        tokens, seconds = generate(model, tokenizer, new_tokens, tick)
+        runs.append(_run("resident", "100%", tokens, seconds, session))
+    with _records() as folder:
+        for share in SHARES:
+            for plan in PLANS:
+                with _attached(model, folder, share, plan, probe, drive, demands) as session:
+                    tokens, seconds = generate(model, tokenizer, new_tokens, tick)
+                    session.wait_idle()
+                    runs.append(_run(plan, share, tokens, seconds, session))
+    return runs
+
+
+def _attached(model: Any, folder: Path, share: str, plan: str, probe: Path, drive: DriveConfig | None, demands: list[Demand]) -> Session:
+    experts = {"home": "disk", "resident": share, "path": folder, "drive": drive.model_dump() if drive else None}
+    forecaster = OracleForecaster(demands, model.config.num_experts) if plan == "oracle" else None
+    return attach(model, {"experts": experts, "probe": {"path": probe}}, plan=plan, forecaster=forecaster)
+
+
+def _run(name: str, share: str, tokens: list[list[int]], seconds: float, session: Session) -> Run:
+    kinds = session.ledger.kinds
+    return Run(name, share, tokens, seconds, kinds.get("decode", Totals()), kinds.get("prefill", Totals()), session.held_bytes()["resident"])
+
+
+@dataclass(frozen=True)
+class KVRow:
+    """One cache format on the same text: bits and bytes with everything counted, quality against FP16."""
+
+    format: str
+    bytes_per_token: float
+    bits_short: float
+    bits_long: float
+    perplexity: float
+    kl: float
+    agreement: float
+
+
+def documentation_text() -> str:
+    """Text that is on any machine: Python's own language reference, as the interpreter's help carries it."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[k] for k in sorted(topics))
+
+
+def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]:
+    """Feed a text chunk by chunk, as a long prompt is, so that later chunks attend over what is stored; compare with FP16."""
+    make_cache = importlib.import_module("moe_prefetch.integrations.transformers_cache").make_cache
+    from .config import KVConfig
+
+    ids = tokenizer(documentation_text()[: 8 * KV_TOKENS], return_tensors="pt").input_ids[:, : KV_TOKENS + 1]
+    rows, reference = [], None
+    for name in KV_FORMATS:
+        cache, chunks = make_cache(model.config, KVConfig(format=name)), []
+        with torch.inference_mode():
+            for start in range(0, KV_TOKENS, KV_CHUNK):
+                chunks.append(model(ids[:, start : start + KV_CHUNK], past_key_values=cache, use_cache=True).logits[0].float())
+        logp_TV = torch.log_softmax(torch.cat(chunks), -1)
+        loss = -logp_TV.gather(-1, ids[0, 1:, None]).mean()
+        if reference is None:
+            reference = logp_TV
+        kl = (reference.exp() * (reference - logp_TV)).sum(-1).mean()
+        agree = (reference.argmax(-1) == logp_TV.argmax(-1)).float().mean()
+        held = cache.held_bytes()
+        rows.append(KVRow(name, held / KV_TOKENS, cache.bits_per_element(), cache.bits_per_element(at=32768), float(loss.exp()), float(kl), float(agree)))
+        tick()
+    return rows
+
+
+def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, texts: dict[str, str]) -> Report:
+    """Tables and figures of the whole demonstration."""
+    how = (f"Reads are real; on top of them the drive is **modelled** as {drive.bandwidth / 1e9:g} GB/s with {drive.latency * 1e6:g} us latency, "
+           "because the page cache makes small real reads far faster than any drive." if drive else "Reads are real and not modelled (page cache included).")
+    report = Report("moe_prefetch demo: SmolMoE with most experts out of memory", how)
+    reference, rows = runs[0], []
+    lru = {r.share: r for r in runs if r.name == "lru"}
+    for r in runs:
+        same = "identical" if r.tokens == reference.tokens else "DIFFERENT"
+        d = Totals()
+        for t in (r.decode, r.prefill):
+            for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted", "stall_s"):
+                setattr(d, key, getattr(d, key) + getattr(t, key))
+        base = lru.get(r.share)
+        rows.append((r.share, r.name, same, d.hit, d.late, d.miss, f"{r.unmet / base.unmet - 1:+.0%}" if base and base.unmet else "",
+                     size(d.bytes_moved), f"{r.bytes_read / base.bytes_read:.2f}x" if base and base.bytes_read else "", size(d.bytes_wasted),
+                     f"{1e3 * d.stall_s / sum(map(len, r.tokens)):.2f}", f"{r.per_second:.1f}", size(r.held) if r.held else ""))
+    report.tables.append(Table("Experts", ("resident", "plan", "tokens", "hit", "late", "miss", "late+miss vs lru", "bytes read", "vs lru",
+                                           "bytes wasted", "stall ms/token", "tokens/s", "experts hold"), rows,
+                               "Prefill and decode together; each distinct expert of a layer and pass counts once. `oracle` knows the future: "
+                               "no forecast can do better. tokens/s include prefill and depend on what else this machine does; counts and bytes do not "
+                               "depend on it, but for `late`."))
+    report.tables.append(Table(
+        "KV cache", ("format", "bytes/token", f"bits/element at {KV_TOKENS}", "bits/element at 32k", "perplexity", "logit KL", "same top-1"),
+        [(r.format, r.bytes_per_token, r.bits_short, r.bits_long, r.perplexity, r.kl, f"{r.agreement:.1%}") for r in kv],
+        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}. Everything is counted: codes, scales, outliers, sinks, window, "
+        "tables, and half-filled pages, which weigh most at short lengths."))
+    report.tables.append(Table("Texts", ("prompt", "continuation (the same in every run)"), list(texts.items())))
+    plans = [r for r in runs if r.share in SHARES]
+    labels = [f"{r.name}\n{r.share}" for r in plans]
+    total = [r.decode.demanded + r.prefill.demanded for r in plans]
+
+    def share(key: str) -> list[float]:
+        return [(getattr(r.decode, key) + getattr(r.prefill, key)) / n for r, n in zip(plans, total, strict=True)]
+
+    report.figures = [
+        Figure("experts", "Demanded experts that were there, late or missing, and wasted fetches, by plan and share resident",
+               bars({k: share(k) for k in ("hit", "late", "miss", "wasted")}, labels, "share of demand", stacked=True)),
+        Figure("bytes", "Bytes read from the drive", bars({"bytes": [r.bytes_read / 2**20 for r in plans]}, labels, "MiB", stacked=True)),
+        Figure("stall", "Time spent waiting for experts",
+               bars({"miss": [1e3 * (r.decode.stall_s + r.prefill.stall_s) / sum(map(len, r.tokens)) for r in plans]}, labels, "ms per token",
+                    stacked=True)),
+        Figure("kv", "What the formats cost in answers: logit KL against FP16", bars({"other": [r.kl for r in kv]}, [r.format for r in kv], "KL (nats)",
+                                                                                   stacked=True))]
+    report.data = {"drive": drive.model_dump() if drive else None, "tokens_identical": all(r.tokens == reference.tokens for r in runs),
+                   "runs": [{"plan": r.name, "resident": r.share, "seconds": r.seconds, "held_bytes": r.held, "tokens": r.tokens,
+                             "decode": r.decode.as_dict(), "prefill": r.prefill.as_dict()} for r in runs],
+                   "kv": [vars(r) for r in kv]}
+    return report
+
+
+def run(folder: Path, *, new_tokens: int, drive: DriveConfig | None, probe: Path | None, progress: Progress) -> Report:
+    """The whole demonstration; writes and returns the report. `progress(what, done, of)` is called as it goes.
+
+    Raises MoEPrefetchError (missing model parts, a probe of another model) before anything runs, and, after writing the report, when
+    a run's tokens differ.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "report.json").exists():
+        raise ArtefactError("the report folder holds something else", where=str(folder), expected="an empty or new folder", do="pass another --out")
+    smolmoe = importlib.import_module("moe_prefetch.integrations.smolmoe")
+    steps = [0, 1 + len(PROMPTS) * (2 + len(SHARES) * len(PLANS)) + len(KV_FORMATS)]
+
+    def tick(what: str) -> None:
+        steps[0] += 1
+        progress(what, steps[0], steps[1])
+
+    progress("building and loading SmolMoE", 0, steps[1])
+    model, tokenizer = smolmoe.load()
+    probe = probe or smolmoe.probe_dir("mixed")
+    tick("SmolMoE is loaded")
+    runs = expert_runs(model, tokenizer, probe, new_tokens=new_tokens, drive=drive, tick=lambda: tick("generating under every plan"))
+    kv = kv_rows(model, tokenizer, lambda: tick("KV cache formats"))
+    texts = {name: tokenizer.decode(ids) for name, ids in zip(PROMPTS, runs[0].tokens, strict=True)}
+    report = demo_report(runs, kv, drive, texts)
+    report.save(folder)
+    if wrong := [f"{r.name} at {r.share}" for r in runs if r.tokens != runs[0].tokens]:
+        raise MoEPrefetchError(f"tokens differ under {', '.join(wrong)}", where=str(folder), expected="the tokens of the untouched model",
+                               do="this is a defect: please report it with the folder")
+    return report

@@ -1,0 +1,194 @@
+"""Reports: tables and figures in a folder, as Markdown with PNG beside it and the same numbers as JSON.
+
+The folder appears whole or not at all. Without matplotlib (extra `report`) the tables are written and the missing figures are named.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint
+from ..errors import ArtefactError
+from ..experts.ledger import Totals
+
+MARK = "moe_prefetch.report"
+# One colour per meaning, in every figure of the library.
+COLOURS = {"hit": "#4c9f70", "late": "#e0a030", "miss": "#c8503c", "wasted": "#8a8a8a", "bytes": "#3d6fa5", "other": "#7a5aa0"}
+
+Cell = str | int | float
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` are in the order of `columns`; floats are shown with four significant digits. `note` says how to read it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    note: str = ""
+
+    def text(self) -> list[tuple[str, ...]]:
+        return [tuple(show(c) for c in row) for row in self.rows]
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", ""]
+        lines += ["| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in row) + " |" for row in self.text()]
+        return "\n".join(lines + (["", self.note] if self.note else []) + [""])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`draw(axes)` draws on one matplotlib Axes."""
+
+    name: str
+    caption: str
+    draw: Callable[[Any], None]
+
+
+@dataclass
+class Report:
+    title: str
+    intro: str = ""
+    tables: list[Table] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `folder` (report.md, report.json, PNG figures) and return it. An earlier report there is replaced.
+
+        Raises ArtefactError when the folder exists and holds something else.
+        """
+        folder = Path(folder)
+        if folder.exists() and any(folder.iterdir()) and not _is_report(folder):
+            raise ArtefactError("the folder holds something that is not a report", where=str(folder), expected="an empty or new folder",
+                                do="name another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            parts = [f"# {self.title}", "", self.intro, ""] + [t.markdown() for t in self.tables] + self._draw(building)
+            checkpoint.write_text(building / "report.md", "\n".join(parts))
+            tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
+            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "data": self.data})
+            os.chmod(building, 0o755)
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(building, folder)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        return folder
+
+    def _draw(self, folder: Path) -> list[str]:
+        if not self.figures:
+            return []
+        try:
+            import matplotlib
+
+            matplotlib.use("Agg")
+            from matplotlib import pyplot
+        except ImportError:
+            return [f"Figures left out ({', '.join(f.name for f in self.figures)}): install moe-prefetch[report] to draw them.", ""]
+        lines = []
+        for figure in self.figures:
+            canvas, axes = pyplot.subplots(figsize=(8, 4), dpi=120, layout="constrained")
+            try:
+                figure.draw(axes)
+                axes.spines[["top", "right"]].set_visible(False)
+                canvas.savefig(folder / f"{figure.name}.png")
+            finally:
+                pyplot.close(canvas)
+            lines += [f"![{figure.caption}]({figure.name}.png)", "", f"*{figure.caption}*", ""]
+        return lines
+
+
+def _is_report(folder: Path) -> bool:
+    try:
+        value = checkpoint.read_json(folder / "report.json")
+    except ArtefactError:
+        return False
+    return isinstance(value, dict) and value.get("format") == MARK
+
+
+def show(value: Cell) -> str:
+    """Integers with thousands separators, floats with four significant digits, 0 as 0."""
+    if isinstance(value, bool) or isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
+
+
+def size(nbytes: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def bars(series: Mapping[str, Sequence[float]], labels: Sequence[str], ylabel: str, *, stacked: bool) -> Callable[[Any], None]:
+    """A bar chart over `labels`; each series has its colour of COLOURS."""
+
+    def draw(axes: Any) -> None:
+        base = [0.0] * len(labels)
+        for i, (name, values) in enumerate(series.items()):
+            if stacked:
+                axes.bar(labels, values, bottom=base, label=name, color=COLOURS.get(name, COLOURS["other"]))
+                base = [b + v for b, v in zip(base, values, strict=True)]
+            else:
+                width = 0.8 / len(series)
+                axes.bar([x - 0.4 + width * (i + 0.5) for x in range(len(labels))], values, width, label=name,
+                         color=COLOURS.get(name, COLOURS["other"]), alpha=1.0 - 0.5 * i / max(1, len(series)))
+                axes.set_xticks(range(len(labels)), labels)
+        axes.set_ylabel(ylabel)
+        axes.tick_params(axis="x", labelrotation=30)
+        if len(series) > 1:
+            axes.legend(frameon=False, ncols=len(series))
+
+    return draw
+
+
+def lines(series: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> Callable[[Any], None]:
+    """One line a series over 0, 1, 2, ..."""
+
+    def draw(axes: Any) -> None:
+        for name, values in series.items():
+            axes.plot(range(len(values)), values, marker=".", label=name, color=COLOURS.get(name))
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.legend(frameon=False)
+
+    return draw
+
+
+TOTALS = ("demanded", "hit", "late", "miss", "hit rate", "wasted", "cancelled", "bytes read", "bytes wasted", "stall ms")
+
+
+def totals_row(t: Totals) -> tuple[Cell, ...]:
+    """The columns of TOTALS."""
+    return (t.demanded, t.hit, t.late, t.miss, t.hit_rate, t.wasted, t.cancelled, size(t.bytes_moved), size(t.bytes_wasted), 1e3 * t.stall_s)
+
+
+def session_report(session: Any) -> Report:
+    """What one session did: by phase, by layer, in bytes."""
+    held, ledger = session.held_bytes(), session.ledger
+    report = Report("moe_prefetch: what this session did", f"Plan `{session.policy.name}`, {session.num_slots} of {session.num_experts} experts "
+                    f"per layer in slots; experts hold {size(held['resident'])} of {size(held['total'])}.")
+    report.tables.append(Table("Experts by phase", ("phase", *TOTALS), [(kind, *totals_row(t)) for kind, t in ledger.kinds.items()],
+                               "Experts are counted per layer and forward pass, each distinct one once. late: on its way when needed; "
+                               "wasted: fetched ahead, thrown out unread."))
+    report.tables.append(Table("Experts by layer", ("layer", *TOTALS), [(i, *totals_row(t)) for i, t in enumerate(ledger.layers)]))
+    shares = {k: [getattr(t, k) / max(1, t.demanded) for t in ledger.layers] for k in ("hit", "late", "miss")}
+    report.figures.append(Figure("layers", "Share of demanded experts that were there, late or missing, by MoE layer",
+                                 bars(shares, [str(i) for i in range(len(ledger.layers))], "share of demand", stacked=True)))
+    report.data = {"config": session.config.model_dump(mode="json"), "policy": session.policy.name, "held_bytes": held,
+                   "kinds": {k: t.as_dict() for k, t in ledger.kinds.items()}, "layers": [t.as_dict() for t in ledger.layers],
+                   "metrics": session.metrics.snapshot()}
+    return report
