@@ -30,7 +30,8 @@ def main() -> int:
         lay_out(root, Path(folder))
         shutil.copy(root / "setup.cfg", folder)
         linter = Path(sys.executable).with_name("lint-imports")
-        return subprocess.run([linter, "--no-cache", "--no-logo"], cwd=folder, env=os.environ | {"PYTHONPATH": folder}, check=False).returncode
+        seen_first = os.environ | {"PYTHONPATH": folder}
+        return subprocess.run([linter, "--no-cache", "--no-logo"], cwd=folder, env=seen_first, check=False).returncode
 
 
 if __name__ == "__main__":
