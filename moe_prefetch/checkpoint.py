@@ -24,6 +24,7 @@ from .runtime import REAL, Runtime
 
 MAX_JSON = 64 << 20
 MAX_HEADER = 100 << 20
+FILE_MODE = 0o644  # a temporary file is born private; an artefact is for whoever may read its folder
 
 
 def contained(root: Path, name: str) -> Path:
@@ -87,6 +88,7 @@ def atomic_file(path: Path, runtime: Runtime = REAL) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
+        os.fchmod(fd, FILE_MODE)
         with os.fdopen(fd, "wb") as f:
             yield f
             f.flush()
@@ -121,6 +123,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.fchmod(fd, FILE_MODE)
     os.close(fd)
     try:
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp, metadata=dict(meta or {}))
