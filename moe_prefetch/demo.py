@@ -26,7 +26,7 @@ from .types import Demand
 PROMPTS = {
     "prose": "The history of the castle begins in the twelfth century, when",
     "code": "def read_lines(path):\n    \"\"\"Return the lines of a file without their line ends.\"\"\"\n",
-    "shell": "<|im_start|>user\nHow do I list all files in a folder, hidden ones too, in a Linux shell?<|im_end|>\n<|im_start|>assistant\n",
+    "shell": "To list all files in a directory, including hidden ones, use the command",
 }
 PLANS = ("lru", "recent", "stale", "probe", "oracle")
 SHARES = ("50%", "25%")
