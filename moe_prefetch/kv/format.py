@@ -16,7 +16,7 @@ PAGE = 128  # tokens of one KV head in a page
 GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
 MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
 OUTLIER_STEPS = (1, 2, 3, 4, 6, 8, 12, 16)  # what budgets grant
-ALIGN = 32  # bytes: a DRAM sector, so that no record shares one with its neighbour
+ALIGN = 16  # bytes: the widest vector load
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -169,6 +169,11 @@ class PageLayout:
         """FP16 slots a sequence needs for its window while `draft` tokens are under way."""
         return window + self.format.append_group - 1 + draft
 
+    @property
+    def book_bytes(self) -> int:
+        """Bytes of one head's codebook: channels, means, gains, weights. Once per model, or per sequence when made from its prompt."""
+        return 4 * (self.outliers + 3 * self.k_dim + 2 * self.v_dim) if self.format.code == "fp4" else 0
+
     def held_bytes(self, tokens: int, sinks: int, window: int, draft: int = 1) -> int:
         """Bytes one sequence holds in one KV head: pages, sinks, window, block table. The formula that storage is measured against."""
         fp16 = 2 * (sinks + self.recent_capacity(window, draft)) * self.element_count
@@ -177,8 +182,8 @@ class PageLayout:
         return pages * (self.page_bytes + 4) + fp16
 
     def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int = 64) -> float:
-        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables."""
-        return self.held_bytes(tokens, sinks, window) * 8 / (tokens * self.element_count)
+        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables, and a codebook."""
+        return (self.held_bytes(tokens, sinks, window) + self.book_bytes) * 8 / (tokens * self.element_count)
 
 
 def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0) -> PageLayout:

@@ -12,10 +12,10 @@ from .records import Book, encode_naive
 def _kv_encode(
     pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor,
     channels_NO: torch.Tensor, k_mean: torch.Tensor, k_gain: torch.Tensor, k_weight: torch.Tensor,
-    v_mean: torch.Tensor, v_gain: torch.Tensor, v_weight: torch.Tensor, format: str, k_dim: int, v_dim: int, outliers: int, rope: int,
+    v_gain: torch.Tensor, v_weight: torch.Tensor, format: str, k_dim: int, v_dim: int, outliers: int, rope: int,
 ) -> torch.Tensor:
     layout = PageLayout(format_of(format), k_dim, v_dim, outliers, rope)
-    return encode_naive(pool_PNb, k_TNd, v_TNd, runs_R4, (channels_NO, k_mean, k_gain, k_weight, v_mean, v_gain, v_weight), layout)
+    return encode_naive(pool_PNb, k_TNd, v_TNd, runs_R4, (channels_NO, k_mean, k_gain, k_weight, v_gain, v_weight), layout)
 
 
 @_kv_encode.register_fake

@@ -6,8 +6,8 @@ import torch
 from ...kv.format import PAGE, PageLayout
 from . import naive as law
 
-# channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_mean v_gain v_weight [N, dv], FP32
-Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32
+Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def encode_naive(pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: Book, layout: PageLayout) -> torch.Tensor:
@@ -28,7 +28,7 @@ def encode_naive(pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tenso
     k, k_sat, k_nan = law.clean(k_TNd[row_t])
     v, v_sat, v_nan = law.clean(v_TNd[row_t])
     k, rope = k[..., : layout.k_dim], k[..., layout.k_dim :]
-    channels, k_mean, k_gain, k_weight, v_mean, v_gain, v_weight = book
+    channels, k_mean, k_gain, k_weight, v_gain, v_weight = book
 
     parts = law.unpack(pool_PNb[page], layout)
     if fmt.code == "fp16":
@@ -43,7 +43,7 @@ def encode_naive(pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tenso
         outlier = k.gather(-1, at).masked_fill(~used, 0.0)
         slots = torch.zeros(k.shape, dtype=torch.bool, device=k.device).scatter(-1, at, used)
         k_code, k_scale = law.fp4_blocks((k * k_gain).masked_fill(slots, 0.0), k_weight, fmt.block, fmt)
-        v = (v - v_mean) * v_gain
+        v = v * v_gain
         if not layout.v_dim:
             v_code, v_scale = v.to(torch.uint8), None
         elif fmt.v_axis == "token":
@@ -103,7 +103,7 @@ def decode_naive(records_XNb: torch.Tensor, book: Book, layout: PageLayout) -> t
     Slots beyond a page's fill come out as whatever lies there, NaN included: the caller cuts them off.
     """
     fmt = layout.format
-    channels, k_mean, k_gain, _, v_mean, v_gain, _ = book
+    channels, k_mean, k_gain, _, v_gain, _ = book
     parts = law.unpack(records_XNb, layout)
     if fmt.code == "fp16":
         k, v = parts.k_codes.float(), parts.v_codes.float()
@@ -123,11 +123,11 @@ def decode_naive(records_XNb: torch.Tensor, book: Book, layout: PageLayout) -> t
             v = k
         elif fmt.v_axis == "token":
             v = law.fp4_values(parts.v_codes) * _spread(parts.v_scales, factor[..., 1], layout.v_dim, fmt.v_group, layout)
-            v = v / v_gain[:, None] + v_mean[:, None]
+            v = v / v_gain[:, None]
         else:
             s = law.scale_values(parts.v_scales, fmt) * factor[..., 1, None, None]
             v = law.fp4_values(parts.v_codes) * s.repeat_interleave(fmt.v_group, -1).mT
-            v = v / v_gain[:, None] + v_mean[:, None]
+            v = v / v_gain[:, None]
     return torch.cat([k, parts.k_rope.float()], -1) if layout.rope else k, v
 
 
@@ -143,7 +143,7 @@ def neutral_book(layout: PageLayout, heads: int, device: torch.device | str = "c
     ones = lambda d: torch.ones(heads, d, device=device)  # noqa: E731
     channels = torch.full((heads, layout.outliers), -1, dtype=torch.int32, device=device)
     k, v = layout.k_dim, layout.v_dim
-    return channels, zeros(k), ones(k), ones(k), zeros(v), ones(v), ones(v)
+    return channels, zeros(k), ones(k), ones(k), ones(v), ones(v)
 
 
 def tokens_in(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
