@@ -28,10 +28,10 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except MoEPrefetchError as e:
-        err.print(f"error: {e}", style="red", markup=False, highlight=False)
+        err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt:
-        err.print("interrupted: the model is as it was, temporary files are gone, nothing was written", style="yellow")
+        err.print("interrupted: the model is as it was, temporary files are gone, nothing was written", style="yellow", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -101,15 +101,21 @@ def validate(config: Annotated[Path, typer.Argument(help="A YAML config, or a De
 
     problems = check(config)
     for problem in problems:
-        err.print(f"- {problem}", markup=False, highlight=False)
+        err.print(f"- {problem}", markup=False, highlight=False, soft_wrap=True)
     if problems:
-        err.print(f"{config}: {len(problems)} problem{'s' * (len(problems) > 1)}", style="red", markup=False, highlight=False)
+        err.print(f"{config}: {len(problems)} problem{'s' * (len(problems) > 1)}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
     out.print(f"{config}: no problems", style="green", markup=False, highlight=False)
 
 
 def main() -> None:
     """Entry point of `moe-prefetch`."""
+    if sys.argv[1:] == ["env"]:
+        # Straight to the point: a broken dependency is what this verb is asked about.
+        from .observe.env import collect
+
+        print(collect())
+        return
     app()
 
 

@@ -1,0 +1,76 @@
+"""Reports appear whole or not at all, and say what they were given."""
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from moe_prefetch.errors import ArtefactError
+from moe_prefetch.observe.report import Figure, Report, Table, bars, lines, show, size
+
+
+def report() -> Report:
+    r = Report("Title", "Intro.", [Table("T", ("a", "b"), [("x", 1234567), ("y", 0.000123456)], "Note.")], data={"k": 1})
+    r.figures = [Figure("one", "caption one", bars({"hit": [1, 2], "miss": [2, 1]}, ["p", "q"], "share", stacked=True)),
+                 Figure("two", "caption two", bars({"bytes": [1, 2], "other": [3, 4]}, ["p", "q"], "MiB", stacked=False)),
+                 Figure("three", "caption three", lines({"hit": [1.0, 2.0]}, "layer", "recall"))]
+    return r
+
+
+def test_a_report_is_markdown_json_and_figures(tmp_path):
+    folder = report().save(tmp_path / "r")
+    text = (folder / "report.md").read_text()
+    assert "| x | 1,234,567 |" in text and "| y | 0.0001235 |" in text and "![caption one](one.png)" in text
+    assert json.loads((folder / "report.json").read_text())["tables"][0]["rows"] == [["x", 1234567], ["y", 0.000123456]]
+    assert all((folder / f"{n}.png").read_bytes().startswith(b"\x89PNG") for n in ("one", "two", "three"))
+
+
+def test_an_earlier_report_is_replaced_and_nothing_else_ever(tmp_path):
+    folder = report().save(tmp_path / "r")
+    (folder / "old.png").write_bytes(b"old")
+    report().save(folder)
+    assert not (folder / "old.png").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "report.json").write_text('{"format": "somebody else"}')
+    with pytest.raises(ArtefactError, match="not a report"):
+        report().save(other)
+    assert (other / "report.json").exists()
+
+
+def test_a_failing_figure_leaves_the_earlier_report(tmp_path):
+    folder = report().save(tmp_path / "r")
+    before = (folder / "report.md").read_bytes()
+    bad = report()
+    bad.figures.append(Figure("bad", "c", lambda axes: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        bad.save(folder)
+    assert (folder / "report.md").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["r"]
+
+
+def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = (report().save(tmp_path / "r") / "report.md").read_text()
+    assert "moe-prefetch[report]" in text and "one, two, three" in text
+
+
+def test_numbers_are_shown_so_that_people_can_read_them():
+    assert [show(v) for v in (1234567, 0.5, "x", 12345.678)] == ["1,234,567", "0.5", "x", "1.235e+04"]
+    assert [size(v) for v in (12, 1536, 3 << 20, 5 << 40)] == ["12 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
+
+
+def test_a_session_reports_itself(tmp_path):
+    import torch
+    from tests.tiny import tiny
+
+    import moe_prefetch
+
+    model = tiny()
+    with moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": 2}}) as session, torch.no_grad():
+        model(torch.arange(10)[None])
+    text = (session.report().save(tmp_path / "run") / "report.md").read_text()
+    assert "2 of 8 experts" in text and "prefill" in text
+    data = json.loads((tmp_path / "run" / "report.json").read_text())["data"]
+    assert data["kinds"]["prefill"]["demanded"] == sum(row["demanded"] for row in data["layers"]) > 0

@@ -1,0 +1,51 @@
+"""The command line: what it prints, its exit codes, and the exact set of its flags (they grow for ever otherwise)."""
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from moe_prefetch import cli, demo
+from moe_prefetch.errors import MoEPrefetchError
+
+run = CliRunner().invoke
+
+
+def test_help_names_every_verb():
+    text = run(cli.app, ["--help"]).output
+    assert all(verb in text for verb in ("demo", "env", "validate"))
+
+
+def test_flags_are_frozen():
+    import typer
+
+    group = typer.main.get_command(cli.app)
+    flags = {name: sorted(o for p in command.params for o in p.opts if o != "--help") for name, command in group.commands.items()}
+    assert flags["demo"] == ["--out", "--probe", "--real-drive", "--tokens"]
+    assert flags["env"] == [] and flags["validate"] == ["config"]
+
+
+def test_validate_lists_every_problem(tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("version: 1\nexperts: {hom: disk, resident: 0}\nkv: {format: fp5}\n")
+    result = run(cli.app, ["validate", str(bad)])
+    assert result.exit_code == 1
+    assert all(word in result.output for word in ("did you mean 'home'", "experts.resident", "kv.format", "3 problems"))
+    good = tmp_path / "good.yaml"
+    good.write_text("experts: {home: disk, resident: 50%}\n")
+    assert run(cli.app, ["validate", str(good)]).exit_code == 0
+
+
+def test_env_prints_the_block():
+    result = run(cli.app, ["env"])
+    assert result.exit_code == 0 and "torch" in result.output and "python" in result.output
+
+
+@pytest.mark.parametrize(("error", "code", "words"), [
+    (MoEPrefetchError("it broke", where="here", do="mend it"), 1, "What to do: mend it"), (KeyboardInterrupt(), 130, "nothing was written")])
+def test_demo_ends_with_one_clear_paragraph(monkeypatch, tmp_path, error, code, words):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(demo, "run", fail)
+    result = run(cli.app, ["demo", "--out", str(tmp_path / "r")])
+    assert result.exit_code == code and words in result.output.replace("\n", " ") and "Traceback" not in result.output
