@@ -15,6 +15,7 @@ multiplies its shared expert by a sigmoid gate, which is frozen at 1/2 here, so 
 """
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import importlib.metadata
@@ -221,9 +222,11 @@ def _lock(path: Path) -> Iterator[None]:
 # the build ----------------------------------------------------------------------------------------------------------------
 def _write_dense(out: Path, progress: bool) -> None:
     with _progress("SmolLM2-135M", 3, progress) as tick:
-        model, tokenizer = _read_base(tick)
+        dense, tokenizer = _read_base(tick)
+        config = copy.deepcopy(dense.config)
+        del config.quantization_config  # says GGUF, which transformers won't save; the weights are plain by now
         tick("writing")
-        model.save_pretrained(out)
+        _save(type(dense), config, dense.state_dict(), out)
         tokenizer.save_pretrained(out)
 
 
@@ -238,19 +241,23 @@ def _write_smolmoe(out: Path, deltas: list[Path], progress: bool) -> None:
         for layer in range(NUM_LAYERS):
             tick(f"layer {layer}")
             weights |= _convert_layer(base, delta, layer)
-        with torch.device("meta"):  # no memory and no random numbers: every weight is assigned below
-            model = Qwen2MoeForCausalLM(_config(dense.config))
-        fit = model.load_state_dict(weights, strict=False, assign=True)
-        missing = [name for name in fit.missing_keys if name != "lm_head.weight"]
-        if missing or fit.unexpected_keys:
-            raise ArtefactError(f"the built weights do not fit: missing {missing[:3]}, unexpected {fit.unexpected_keys[:3]}",
-                                where=f"transformers {importlib.metadata.version('transformers')}",
-                                expected="the Qwen2-MoE layout of 5.17 to 5.24",
-                                do="install a transformers version within the range of the `hf` extra")
-        model.tie_weights()
         tick("writing")
-        model.save_pretrained(out)
+        _save(Qwen2MoeForCausalLM, _config(dense.config), weights, out)
         tokenizer.save_pretrained(out)
+
+
+def _save(model_class: type[PreTrainedModel], config: Any, weights: Tensors, out: Path) -> None:
+    with torch.device("meta"):  # no memory and no random numbers: every weight is assigned next
+        model = model_class(config)
+    fit = model.load_state_dict(weights, strict=False, assign=True)
+    missing = [name for name in fit.missing_keys if name != "lm_head.weight"]
+    if missing or fit.unexpected_keys:
+        raise ArtefactError(f"the built weights do not fit: missing {missing[:3]}, unexpected {fit.unexpected_keys[:3]}",
+                            where=f"transformers {importlib.metadata.version('transformers')}",
+                            expected=f"the layout of {model_class.__name__} in 5.17 to 5.24",
+                            do="install a transformers version within the range of the `hf` extra")
+    model.tie_weights()
+    model.save_pretrained(out)
 
 
 def _read_base(tick: Tick) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
