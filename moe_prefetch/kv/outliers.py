@@ -75,7 +75,7 @@ def _gains(power: Sequence[float]) -> list[float]:
 
 
 def _unit_mean(row: Sequence[float]) -> list[float]:
-    mean = math.fsum(row) / len(row)
+    mean = math.fsum(row) / max(1, len(row))
     return [x / mean for x in row] if mean > 0 else [1.0] * len(row)
 
 

@@ -1,0 +1,264 @@
+"""One layer's KV cache: pages, sinks and window of a batch of sequences, and every operation on them.
+
+Columns are the batch's common positions (0 .. length - 1). A row with left padding starts at its own column `pads[b]`: padding is never
+stored, encoded or counted. Of its tokens the first `sinks` and the last ones stay in FP16; the rest is in pages.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import ArtefactError, CacheError, IntegrityError, ShapeError
+from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
+from ..kernels.kv_encode.op import kv_encode
+from ..kernels.kv_encode.records import Book, decode_naive, tokens_in
+from .format import LAYOUT_VERSION, PAGE, PageLayout
+from .pages import Copy, PageBook, Run
+
+DRAFT = 32  # a chunk of at most this many tokens may be rolled back: nothing leaves the window before the next update
+
+
+class LayerStore:
+    """KV cache of one layer for `batch` sequences.
+
+    layout, book  how pages are written and read; heads KV heads
+    sinks, window tokens kept in FP16 at the start and at the end
+    `counts` int64 [2]: elements saturated, NaNs zeroed. `poison` fills freed pages with 0xFF (tests).
+    """
+
+    def __init__(self, layout: PageLayout, heads: int, book: Book, *, batch: int = 1, sinks: int = 4, window: int = 64,
+                 device: torch.device | str = "cpu", page_limit: int | None = None, poison: bool = False) -> None:
+        self.layout, self.heads, self.book, self.sinks, self.window, self.device, self.poison = layout, heads, book, sinks, window, device, poison
+        self.k_dim, self.v_dim = layout.k_dim + layout.rope, layout.v_dim
+        self.pages = PageBook(page_limit, on_free=self._freed if poison else None)
+        self.pages.add(batch)
+        self.pool = empty_pages(0, heads, layout, device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.length = 0
+        self.pads = [0] * batch
+        self._fp16(batch)
+
+    def _fp16(self, batch: int) -> None:
+        make = lambda n, d: torch.zeros(batch, self.heads, n, d, dtype=torch.float16, device=self.device)  # noqa: E731
+        self.sink_k, self.sink_v = make(self.sinks, self.k_dim), make(self.sinks, self.v_dim)
+        self.recent_k, self.recent_v = make(0, self.k_dim), make(0, self.v_dim)
+
+    def _freed(self, page: int) -> None:
+        if page < len(self.pool):
+            self.pool[page] = 0xFF
+
+    @property
+    def batch(self) -> int:
+        return len(self.pads)
+
+    def row_length(self, row: int) -> int:
+        return max(0, self.length - self.pads[row])
+
+    def _in_sinks(self, row: int) -> int:
+        return min(self.sinks, self.row_length(row))
+
+    # writing -----------------------------------------------------------------------------------------------------------
+    def set_pads(self, pads: Sequence[int]) -> None:
+        """Left padding of each row, before the first token. Raises CacheError later."""
+        if self.length or len(pads) != self.batch or any(p < 0 for p in pads):
+            raise CacheError(f"padding {list(pads)} can't be set", where=f"{self.batch} rows, {self.length} columns", expected="one count per row, before the first token",
+                             do="reset the cache first")
+        self.pads = list(pads)
+
+    def settle(self, keep: int | None = None) -> None:
+        """Move what is older than the window into pages. Only accepted tokens may be here."""
+        keep = self.window if keep is None else keep
+        group, r = self.layout.format.append_group, self.recent_k.shape[2]
+        copies: list[Copy] = []
+        runs: list[Run] = []
+        for row in range(self.batch):
+            stored = self.pages.rows[row].stored
+            target = (self.row_length(row) - self.sinks - keep) // group * group
+            if target <= stored:
+                continue
+            column = self.pads[row] + self.sinks + stored - (self.length - r)
+            if column < 0:
+                raise IntegrityError(f"row {row} lacks tokens between its pages and its window")
+            c, u = self.pages.append(row, target - stored, row * r + column)
+            copies += c
+            runs += u
+        if runs:
+            self._write(copies, runs)
+            self._trim()
+
+    def _write(self, copies: list[Copy], runs: list[Run]) -> None:
+        if (missing := self.pages.pages_made - len(self.pool)) > 0:
+            spare = 0 if len(self.pool) == 0 else max(missing, len(self.pool) // 64) - missing
+            self.pool = torch.cat([self.pool, empty_pages(missing + spare, self.heads, self.layout, self.device)])
+        for src, dst in copies:
+            self.pool[dst] = self.pool[src]
+        opened = [u.page for u in runs if u.slot == 0]
+        if opened:
+            self.pool[opened] = empty_pages(len(opened), self.heads, self.layout, self.device)
+        at = self.layout.offsets["trailer"][0] + 8
+        for u in runs:
+            if u.slot:  # a page cut by a crop still counts what was cut off
+                self.pool[u.page, :, at : at + 4] = torch.tensor([u.slot], dtype=torch.int32, device=self.device).view(torch.uint8)
+        flat = lambda x: x.permute(0, 2, 1, 3).flatten(0, 1)  # noqa: E731
+        kv_encode(self.pool, flat(self.recent_k), flat(self.recent_v), torch.tensor(runs, dtype=torch.int32, device=self.device), self.book, self.layout)
+
+    def _trim(self) -> None:
+        need = max((self.row_length(b) - self._in_sinks(b) - self.pages.rows[b].stored for b in range(self.batch)), default=0)
+        cut = self.recent_k.shape[2] - need
+        if cut > 0:
+            self.recent_k, self.recent_v = self.recent_k[:, :, cut:].clone(), self.recent_v[:, :, cut:].clone()
+
+    def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
+        """Take T new tokens per row (columns length .. length + T - 1). Raises ShapeError; nothing is taken then."""
+        want = (self.batch, self.heads, k_BNTd.shape[2])
+        if tuple(k_BNTd.shape) != (*want, self.k_dim) or tuple(v_BNTd.shape) != (*want, self.v_dim):
+            raise ShapeError(f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}", where="KV cache", expected=f"{(*want, self.k_dim)} and {(*want, self.v_dim)}",
+                             do="give the cache the model it was made for")
+        self.settle()
+        k, k_bad = _to_fp16(k_BNTd)
+        v, v_bad = _to_fp16(v_BNTd)
+        for row, pad in enumerate(self.pads):
+            have = self.row_length(row)
+            first = max(0, pad - self.length)
+            n = min(self.sinks - have, k.shape[2] - first)
+            if n > 0:
+                self.sink_k[row, :, have : have + n] = k[row, :, first : first + n]
+                self.sink_v[row, :, have : have + n] = v[row, :, first : first + n]
+        self.counts += k_bad + v_bad
+        self.length += k.shape[2]
+        self.recent_k, self.recent_v = torch.cat([self.recent_k, k], 2), torch.cat([self.recent_v, v], 2)
+        self._trim()
+        if k.shape[2] > DRAFT:
+            self.settle(self.window + DRAFT)
+
+    # reading -----------------------------------------------------------------------------------------------------------
+    def gather(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K [B, N, length, dk] and V as attention sees them; padding is zero."""
+        out_k = torch.zeros(self.batch, self.heads, self.length, self.k_dim, dtype=dtype, device=self.device)
+        out_v = torch.zeros(self.batch, self.heads, self.length, self.v_dim or self.layout.k_dim, dtype=dtype, device=self.device)
+        latent_v = not self.v_dim
+        r = self.recent_k.shape[2]
+        held = sorted({p for row in self.pages.rows for p in row.pages})
+        where = {p: i for i, p in enumerate(held)}
+        if held:
+            k_page, v_page = (x.to(dtype) for x in decode_naive(self.pool[held], self.book, self.layout))
+        for b, row in enumerate(self.pages.rows):
+            pad, s = self.pads[b], self._in_sinks(b)
+            live = self.length - pad - s - row.stored  # tokens of this row in the window
+            for out, sink, recent in ((out_k, self.sink_k, self.recent_k), (out_v, self.sink_k if latent_v else self.sink_v, self.recent_k if latent_v else self.recent_v)):
+                d = out.shape[-1]
+                if live > 0:
+                    out[b, :, self.length - live :] = recent[b, :, r - live :, :d]
+                if s > 0:
+                    out[b, :, pad : pad + s] = sink[b, :, :s, :d]
+            for i, page in enumerate(row.pages):
+                n = min(PAGE, row.stored - i * PAGE)
+                at = pad + self.sinks + i * PAGE
+                out_k[b, :, at : at + n] = k_page[where[page], :, :n]
+                out_v[b, :, at : at + n] = v_page[where[page], :, :n]
+        return out_k, out_v
+
+    # moving ------------------------------------------------------------------------------------------------------------
+    def select(self, indices: Sequence[int]) -> None:
+        """Rows become rows[i]: beam reorder, repeat, drop, fork. Pages are shared until one of the holders writes."""
+        self.pages.select(indices)
+        at = torch.tensor(list(indices), dtype=torch.long, device=self.device)
+        self.sink_k, self.sink_v = self.sink_k[at], self.sink_v[at]
+        self.recent_k, self.recent_v = self.recent_k[at], self.recent_v[at]
+        self.pads = [self.pads[i] for i in indices]
+
+    def crop(self, length: int) -> None:
+        """Forget all columns from `length` on.
+
+        Tokens still in FP16 go without a trace. Below the window the pages are cut: what is kept stays as it was encoded (and so does the page's factor); where
+        several tokens share a scale and the cut falls between them, CacheError.
+        """
+        if not 0 <= length <= self.length:
+            raise CacheError(f"can't crop to {length} columns", where=f"a cache of {self.length}", expected="no more than it holds", do="check the count")
+        group = self.layout.format.append_group
+        targets = [min(row.stored, max(0, length - self.pads[b] - self.sinks)) for b, row in enumerate(self.pages.rows)]
+        for b, (row, target) in enumerate(zip(self.pages.rows, targets, strict=True)):
+            if target < row.stored and target % group:
+                raise CacheError(f"a crop to {length} columns cuts tokens that share a scale", where=f"row {b}, {row.stored} tokens in pages", expected=f"a cut at a multiple of {group}",
+                                 do="crop within the window, or use a format with one scale per token")
+        for b, target in enumerate(targets):
+            self.pages.crop(b, target, group)
+        cut = self.length - length
+        keep = max(0, self.recent_k.shape[2] - cut)
+        self.recent_k, self.recent_v = self.recent_k[:, :, :keep].clone(), self.recent_v[:, :, :keep].clone()
+        self.length = length
+
+    def reset(self) -> None:
+        """Forget every token; the pool's memory is given back."""
+        for b in range(self.batch):
+            self.pages.clear(b)
+        batch = self.batch
+        self.pages = PageBook(self.pages.limit, evict=self.pages.evict, on_free=self.pages.on_free)
+        self.pages.add(batch)
+        self.pool = empty_pages(0, self.heads, self.layout, self.device)
+        self.length, self.pads = 0, [0] * batch
+        self._fp16(batch)
+
+    # leaving and coming back -------------------------------------------------------------------------------------------
+    def export_row(self, row: int) -> dict[str, torch.Tensor]:
+        """Everything one sequence needs elsewhere: its records, FP16 parts, codebook, and what they mean."""
+        lay, seq = self.layout, self.pages.rows[row]
+        live = self.row_length(row) - self._in_sinks(row) - seq.stored
+        r = self.recent_k.shape[2]
+        return {
+            "records": self.pool[seq.pages].clone(),
+            "sink_k": self.sink_k[row].clone(), "sink_v": self.sink_v[row].clone(),
+            "recent_k": self.recent_k[row, :, r - live :].clone(), "recent_v": self.recent_v[row, :, r - live :].clone(),
+            "shape": torch.tensor([LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks, self.row_length(row), seq.stored]),
+            "format": torch.tensor(list(lay.format.name.encode()), dtype=torch.uint8),
+            **{f"book_{i}": t for i, t in enumerate(self.book)},
+        }
+
+    def import_row(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill an empty one-row store from `export_row`. Raises ArtefactError when it was written under another layout or codebook."""
+        lay = self.layout
+        want = [LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks]
+        shape = tensors["shape"].tolist()
+        same_book = all(torch.equal(t, tensors[f"book_{i}"].to(t.device)) for i, t in enumerate(self.book))
+        if shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
+            raise ArtefactError("a saved sequence of another layout or codebook", where="KV import", expected=f"{lay.format.name} {want}", do="save and load with the same model, format and calibration")
+        length, stored = shape[6:]
+        records = tensors["records"]
+        pages = -(-stored // PAGE)
+        if self.batch != 1 or self.length or tuple(records.shape) != (pages, self.heads, lay.page_bytes):
+            raise ArtefactError(f"records {tuple(records.shape)}", where="KV import", expected=f"{(pages, self.heads, lay.page_bytes)} into an empty one-row store", do="reset the store first")
+        _, runs = self.pages.append(0, stored, 0)
+        self.pool = torch.cat([self.pool, empty_pages(max(0, self.pages.pages_made - len(self.pool)), self.heads, lay, self.device)])
+        if runs:
+            self.pool[[u.page for u in runs]] = records.to(self.device)
+        move = lambda name: tensors[name][None].to(self.device)  # noqa: E731
+        self.sink_k, self.sink_v, self.recent_k, self.recent_v = (move(n) for n in ("sink_k", "sink_v", "recent_k", "recent_v"))
+        self.length = length
+
+    # accounts ----------------------------------------------------------------------------------------------------------
+    def held_bytes(self) -> int:
+        """Bytes of every storage that this layer's sequences hold, block tables included; the codebook apart (`book_bytes`)."""
+        tensors = (self.pool, self.sink_k, self.sink_v, self.recent_k, self.recent_v)
+        return sum(t.untyped_storage().nbytes() for t in tensors) + 4 * sum(len(r.pages) for r in self.pages.rows)
+
+    def book_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.book)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless books, pages and FP16 parts fit together."""
+        self.pages.check_integrity()
+        fill = tokens_in(self.pool, self.layout)
+        for b, row in enumerate(self.pages.rows):
+            live = self.row_length(b) - self._in_sinks(b) - row.stored
+            if live < 0 or live > self.recent_k.shape[2]:
+                raise IntegrityError(f"row {b}: {live} tokens should be in a window of {self.recent_k.shape[2]}")
+            for i, page in enumerate(row.pages):
+                if int(fill[page].min()) < min(PAGE, row.stored - i * PAGE):
+                    raise IntegrityError(f"row {b}: page {page} holds fewer tokens than its sequence counts")
+
+
+def _to_fp16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP16 with NaN zeroed and what is beyond FP16 saturated; int64 [2] counts of (saturated, NaN)."""
+    bad = torch.stack([(x.abs() > FP16_MAX).sum(), x.isnan().sum()])
+    return x.float().nan_to_num(0.0, FP16_MAX, -FP16_MAX).clamp(-FP16_MAX, FP16_MAX).half(), bad
