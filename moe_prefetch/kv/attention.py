@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.kv_attend.naive import merge, softmax_attention
+from ..errors import CacheError
 from ..kernels.kv_attend.op import kv_attend
+from ..kernels.kv_encode.records import neutral_book
 from .pages import block_table
 from .store import LayerStore
 
@@ -16,7 +18,12 @@ def attend(store: LayerStore, q_BHTd: torch.Tensor, q_len: Sequence[int] | None 
     """Queries of the tokens appended last (1 in decode, more in speculative verify), over all the store holds, their own keys included.
 
     Rows may bring fewer than T queries: `q_len`. Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T].
+    Raises CacheError when rows were calibrated each from its own prompt.
     """
+    groups = store.by_book()
+    if len(groups) > 1:
+        raise CacheError(f"{len(groups)} codebooks in one batch", where="kv.attend", expected="one calibration for all rows", do="calibrate the model once, or use gather()")
+    book = groups[0][0] if groups else neutral_book(store.layout, store.heads, store.device)
     dev = q_BHTd.device
     ints = lambda x: torch.tensor(list(x), dtype=torch.int32, device=dev)  # noqa: E731
     rows = range(store.batch)
@@ -25,7 +32,7 @@ def attend(store: LayerStore, q_BHTd: torch.Tensor, q_len: Sequence[int] | None 
     return kv_attend(
         q_BHTd, ints(q_len if q_len is not None else [q_BHTd.shape[2]] * store.batch), store.pool, table, ints(r.stored for r in store.pages.rows),
         ints(store.row_length(b) for b in rows), store.sink_k, store.sink_v, store.recent_k, store.recent_v, ints(store.recent_k.shape[2] - n for n in live),
-        store.book, store.layout, scale=scale, sliding=sliding, softcap=softcap, sink_H=sink_H)
+        book, store.layout, scale=scale, sliding=sliding, softcap=softcap, sink_H=sink_H)
 
 
 def attend_chunk(store: LayerStore, q_BHTd: torch.Tensor, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor, *, scale: float, sliding: int = 0, softcap: float = 0.0,

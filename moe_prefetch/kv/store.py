@@ -5,7 +5,7 @@ stored, encoded or counted. Of its tokens the first `sinks` and the last ones st
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,14 +22,18 @@ DRAFT = 32  # a chunk of at most this many tokens may be rolled back: nothing le
 class LayerStore:
     """KV cache of one layer for `batch` sequences.
 
-    layout, book  how pages are written and read; heads KV heads
+    layout        how pages are made; heads KV heads
+    book          the codebook of all rows; or a function that makes one row's own from its first tokens beyond the sinks
+                  (k [N, T, dk], v [N, T, dv]), called when the row first leaves its window: frozen then, shared with forks only
     sinks, window tokens kept in FP16 at the start and at the end
     `counts` int64 [2]: elements saturated, NaNs zeroed. `poison` fills freed pages with 0xFF (tests).
     """
 
-    def __init__(self, layout: PageLayout, heads: int, book: Book, *, batch: int = 1, sinks: int = 4, window: int = 64,
+    def __init__(self, layout: PageLayout, heads: int, book: Book | Callable[[torch.Tensor, torch.Tensor], Book], *, batch: int = 1, sinks: int = 4, window: int = 64,
                  device: torch.device | str = "cpu", page_limit: int | None = None, poison: bool = False) -> None:
-        self.layout, self.heads, self.book, self.sinks, self.window, self.device, self.poison = layout, heads, book, sinks, window, device, poison
+        self.layout, self.heads, self.sinks, self.window, self.device, self.poison = layout, heads, sinks, window, device, poison
+        self.make_book = book if callable(book) else None
+        self._fixed = None if callable(book) else book
         self.k_dim, self.v_dim = layout.k_dim + layout.rope, layout.v_dim
         self.pages = PageBook(page_limit, on_free=self._freed if poison else None)
         self.pages.add(batch)
@@ -37,7 +41,20 @@ class LayerStore:
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.length = 0
         self.pads = [0] * batch
+        self._books(batch)
         self._fp16(batch)
+
+    def _books(self, batch: int) -> None:
+        # Codebooks of the rows, by identity; None until a row has one.
+        self.books: list[Book | None] = [self._fixed] * batch
+
+    def by_book(self) -> list[tuple[Book, list[int]]]:
+        """Rows that hold pages, grouped by codebook."""
+        groups: dict[int, tuple[Book, list[int]]] = {}
+        for b, book in enumerate(self.books):
+            if book is not None and self.pages.rows[b].stored:
+                groups.setdefault(id(book), (book, []))[1].append(b)
+        return list(groups.values())
 
     def _fp16(self, batch: int) -> None:
         make = lambda n, d: torch.zeros(batch, self.heads, n, d, dtype=torch.float16, device=self.device)  # noqa: E731
@@ -71,7 +88,7 @@ class LayerStore:
         keep = self.window if keep is None else keep
         group, r = self.layout.format.append_group, self.recent_k.shape[2]
         copies: list[Copy] = []
-        runs: list[Run] = []
+        runs: list[tuple[int, Run]] = []
         for row in range(self.batch):
             stored = self.pages.rows[row].stored
             target = (self.row_length(row) - self.sinks - keep) // group * group
@@ -80,28 +97,34 @@ class LayerStore:
             column = self.pads[row] + self.sinks + stored - (self.length - r)
             if column < 0:
                 raise IntegrityError(f"row {row} lacks tokens between its pages and its window")
+            if self.books[row] is None:
+                self.books[row] = self.make_book(self.recent_k[row, :, column:], self.recent_v[row, :, column:])
             c, u = self.pages.append(row, target - stored, row * r + column)
             copies += c
-            runs += u
+            runs += [(row, x) for x in u]
         if runs:
             self._write(copies, runs)
             self._trim()
 
-    def _write(self, copies: list[Copy], runs: list[Run]) -> None:
+    def _write(self, copies: list[Copy], runs: list[tuple[int, Run]]) -> None:
         if (missing := self.pages.pages_made - len(self.pool)) > 0:
             spare = 0 if len(self.pool) == 0 else max(missing, len(self.pool) // 64) - missing
             self.pool = torch.cat([self.pool, empty_pages(missing + spare, self.heads, self.layout, self.device)])
         for src, dst in copies:
             self.pool[dst] = self.pool[src]
-        opened = [u.page for u in runs if u.slot == 0]
+        opened = [u.page for _, u in runs if u.slot == 0]
         if opened:
             self.pool[opened] = empty_pages(len(opened), self.heads, self.layout, self.device)
         at = self.layout.offsets["trailer"][0] + 8
-        for u in runs:
+        for _, u in runs:
             if u.slot:  # a page cut by a crop still counts what was cut off
                 self.pool[u.page, :, at : at + 4] = torch.tensor([u.slot], dtype=torch.int32, device=self.device).view(torch.uint8)
         flat = lambda x: x.permute(0, 2, 1, 3).flatten(0, 1)  # noqa: E731
-        kv_encode(self.pool, flat(self.recent_k), flat(self.recent_v), torch.tensor(runs, dtype=torch.int32, device=self.device), self.book, self.layout)
+        k, v = flat(self.recent_k), flat(self.recent_v)
+        for book, rows in self.by_book():
+            mine = [u for row, u in runs if row in rows]
+            if mine:
+                kv_encode(self.pool, k, v, torch.tensor(mine, dtype=torch.int32, device=self.device), book, self.layout)
 
     def _trim(self) -> None:
         need = max((self.row_length(b) - self._in_sinks(b) - self.pages.rows[b].stored for b in range(self.batch)), default=0)
@@ -139,10 +162,10 @@ class LayerStore:
         out_v = torch.zeros(self.batch, self.heads, self.length, self.v_dim or self.layout.k_dim, dtype=dtype, device=self.device)
         latent_v = not self.v_dim
         r = self.recent_k.shape[2]
-        held = sorted({p for row in self.pages.rows for p in row.pages})
-        where = {p: i for i, p in enumerate(held)}
-        if held:
-            k_page, v_page = (x.to(dtype) for x in decode_naive(self.pool[held], self.book, self.layout))
+        decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for book, rows in self.by_book():
+            held = sorted({p for b in rows for p in self.pages.rows[b].pages})
+            decoded.update(zip(held, zip(*(x.to(dtype) for x in decode_naive(self.pool[held], book, self.layout)), strict=True), strict=True))
         for b, row in enumerate(self.pages.rows):
             pad, s = self.pads[b], self._in_sinks(b)
             live = self.length - pad - s - row.stored  # tokens of this row in the window
@@ -155,8 +178,7 @@ class LayerStore:
             for i, page in enumerate(row.pages):
                 n = min(PAGE, row.stored - i * PAGE)
                 at = pad + self.sinks + i * PAGE
-                out_k[b, :, at : at + n] = k_page[where[page], :, :n]
-                out_v[b, :, at : at + n] = v_page[where[page], :, :n]
+                out_k[b, :, at : at + n], out_v[b, :, at : at + n] = (x[:, :n] for x in decoded[page])
         return out_k, out_v
 
     # moving ------------------------------------------------------------------------------------------------------------
@@ -166,7 +188,7 @@ class LayerStore:
         at = torch.tensor(list(indices), dtype=torch.long, device=self.device)
         self.sink_k, self.sink_v = self.sink_k[at], self.sink_v[at]
         self.recent_k, self.recent_v = self.recent_k[at], self.recent_v[at]
-        self.pads = [self.pads[i] for i in indices]
+        self.pads, self.books = [self.pads[i] for i in indices], [self.books[i] for i in indices]
 
     def crop(self, length: int) -> None:
         """Forget all columns from `length` on.
@@ -198,6 +220,7 @@ class LayerStore:
         self.pages.add(batch)
         self.pool = empty_pages(0, self.heads, self.layout, self.device)
         self.length, self.pads = 0, [0] * batch
+        self._books(batch)
         self._fp16(batch)
 
     # leaving and coming back -------------------------------------------------------------------------------------------
@@ -212,7 +235,7 @@ class LayerStore:
             "recent_k": self.recent_k[row, :, r - live :].clone(), "recent_v": self.recent_v[row, :, r - live :].clone(),
             "shape": torch.tensor([LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks, self.row_length(row), seq.stored]),
             "format": torch.tensor(list(lay.format.name.encode()), dtype=torch.uint8),
-            **{f"book_{i}": t for i, t in enumerate(self.book)},
+            **{f"book_{i}": t for i, t in enumerate(self.books[row] or ())},
         }
 
     def import_row(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -220,7 +243,8 @@ class LayerStore:
         lay = self.layout
         want = [LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks]
         shape = tensors["shape"].tolist()
-        same_book = all(torch.equal(t, tensors[f"book_{i}"].to(t.device)) for i, t in enumerate(self.book))
+        book = tuple(tensors[f"book_{i}"].to(self.device) for i in range(6)) if "book_0" in tensors else None
+        same_book = self._fixed is None or (book is not None and all(torch.equal(a, b) for a, b in zip(self._fixed, book, strict=True)))
         if shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
             raise ArtefactError("a saved sequence of another layout or codebook", where="KV import", expected=f"{lay.format.name} {want}", do="save and load with the same model, format and calibration")
         length, stored = shape[6:]
@@ -235,6 +259,7 @@ class LayerStore:
         move = lambda name: tensors[name][None].to(self.device)  # noqa: E731
         self.sink_k, self.sink_v, self.recent_k, self.recent_v = (move(n) for n in ("sink_k", "sink_v", "recent_k", "recent_v"))
         self.length = length
+        self.books = [self._fixed or book]
 
     # accounts ----------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> int:
@@ -243,7 +268,7 @@ class LayerStore:
         return sum(t.untyped_storage().nbytes() for t in tensors) + 4 * sum(len(r.pages) for r in self.pages.rows)
 
     def book_bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self.book)
+        return sum(t.untyped_storage().nbytes() for book in {id(b): b for b in self.books if b is not None}.values() for t in book)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless books, pages and FP16 parts fit together."""

@@ -1,0 +1,217 @@
+"""A transformers `Cache` whose layers keep K and V in our pages.
+
+    cache = make_cache(model.config, config.kv)
+    model.generate(**inputs, past_key_values=cache)
+
+`update()` returns ordinary tensors: decoded pages, FP16 sinks and window, and this call's own K and V untouched. So it works with every attention
+implementation, and what attention saw is exactly what a kernel over the same pages sees.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moe_prefetch.config import KVConfig
+from moe_prefetch.errors import CacheError, ConfigError, UnsupportedModelError
+from moe_prefetch.kernels.kv_encode.records import Book
+from moe_prefetch.kv.codec import OutlierStats, StatsCollector, make_book
+from moe_prefetch.kv.format import PageLayout, format_of, layout_for
+from moe_prefetch.kv.outliers import LayerStats
+from moe_prefetch.kv.store import LayerStore
+
+
+class PagedLayer(CacheLayerMixin):
+    """One decoder layer's cache. `stats` is its calibration; without it the codebook is made from each sequence's own first tokens."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int = 0) -> None:
+        super().__init__()
+        self.kv, self.number, self.stats, self.latent = kv, number, stats, latent
+        self.format = format_of(kv.layers.get(number, kv.format))
+        self.store: LayerStore | None = None
+        self._pads: list[int] | None = None
+
+    def layout(self, k_dim: int, v_dim: int) -> PageLayout:
+        """The record for these head dims. An MLA layer's `update` brings (latent, rotary part): one record, no V of its own."""
+        outliers = 0 if self.kv.outliers == "none" and self.format.max_bits is not None else None
+        if self.latent:
+            return layout_for(self.format, k_dim, 0, rope=v_dim)
+        return layout_for(self.format, k_dim, v_dim, outliers=outliers)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        layout = self.layout(key_states.shape[-1], value_states.shape[-1])
+        heads, device = key_states.shape[1], key_states.device
+
+        def from_prompt(k_NTd: torch.Tensor, v_NTd: torch.Tensor) -> Book:
+            seen = StatsCollector()
+            # The query is not known here: its weights are 1, and `importance` falls back to E[k^2].
+            seen.add(torch.ones_like(k_NTd[..., : layout.k_dim]), k_NTd[..., : layout.k_dim], v_NTd)
+            return make_book(seen.stats(), layout, heads, self.kv.outliers, device)[0]
+
+        adaptive = layout.format.max_bits is not None
+        if self.stats is not None and adaptive and (len(self.stats.k2), len(self.stats.k2[0])) != (heads, layout.k_dim):
+            raise ConfigError(f"the calibration of layer {self.number} has {len(self.stats.k2)} heads of {len(self.stats.k2[0])}", where="kv.calibration",
+                              expected=f"{heads} of {layout.k_dim}", do="calibrate this model")
+        book = from_prompt if adaptive and self.stats is None else make_book(self.stats, layout, heads, self.kv.outliers, device)[0]
+        self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], sinks=self.kv.sinks, window=self.kv.window, device=device)
+        if self._pads is not None:
+            self.store.set_pads(self._pads)
+        self.is_initialized = True
+
+    def set_pads(self, pads: list[int]) -> None:
+        self._pads = pads
+        if self.store is not None:
+            self.store.set_pads(pads)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        store = self.store
+        store.settle()
+        past_k, past_v = store.gather(key_states.dtype)
+        if self.latent:
+            store.append(torch.cat([key_states, value_states], -1), value_states[..., :0])
+            past_k, past_v = past_k.split([key_states.shape[-1], value_states.shape[-1]], -1)
+        else:
+            store.append(key_states, value_states)
+        return torch.cat([past_k, key_states], 2), torch.cat([past_v, value_states], 2)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.store is None else self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        if self.store is not None:
+            self.store.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Negative: forget that many tokens. Positive: keep that many (transformers' older meaning)."""
+        if self.store is None or tokens_to_remove == 0:
+            return
+        self.store.crop(max(0, self.store.length + tokens_to_remove) if tokens_to_remove < 0 else min(tokens_to_remove, self.store.length))
+
+    def _select(self, indices: Iterable[int]) -> None:
+        if self.store is not None:
+            self.store.select(list(indices))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store is not None:
+            self._select(b for b in range(self.store.batch) for _ in range(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist())
+
+    def offload(self) -> None:
+        raise CacheError("pages are not offloaded layer by layer", where=f"layer {self.number}", expected="offloading=False", do="choose a smaller KV format instead")
+
+    prefetch = offload
+
+
+class PagedCache(Cache):
+    """A `Cache` of `PagedLayer`s (layers with another kind of attention keep transformers' own) that knows its bytes."""
+
+    def _paged(self) -> Iterator[PagedLayer]:
+        return (x for x in self.layers if isinstance(x, PagedLayer))
+
+    def set_padding(self, attention_mask: torch.Tensor) -> None:
+        """Tell the cache where left padding ends (mask [B, S], 0 = padding), before the first token: padding is then neither stored nor measured."""
+        for layer in self._paged():
+            layer.set_pads((attention_mask.shape[1] - attention_mask.sum(1)).tolist())
+
+    def held_bytes(self) -> int:
+        """Bytes of every storage the cache holds, codebooks and block tables included."""
+        total = sum(x.store.held_bytes() + x.store.book_bytes() for x in self._paged() if x.store is not None)
+        for x in self.layers:
+            for t in (getattr(x, "keys", None), getattr(x, "values", None)):
+                total += t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0
+        return total
+
+    def bits_per_element(self) -> float:
+        """Bits held per K or V element cached now; NaN while empty."""
+        stores = [x.store for x in self._paged() if x.store is not None]
+        elements = sum(s.row_length(b) * s.heads * s.layout.element_count for s in stores for b in range(s.batch))
+        return 8 * sum(s.held_bytes() + s.book_bytes() for s in stores) / elements if elements else float("nan")
+
+    def check_integrity(self) -> None:
+        for x in self._paged():
+            if x.store is not None:
+                x.store.check_integrity()
+
+
+def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | None = None) -> PagedCache:
+    """The cache for one model. `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
+
+    Layers with sliding-window or linear attention keep transformers' own cache, except where `kv_config.layers` names them.
+    Raises ConfigError for a layer that the model does not have, ArtefactError for a bad calibration file.
+    """
+    text = model_config.get_text_config(decoder=True)
+    if bad := [n for n in kv_config.layers if n >= text.num_hidden_layers]:
+        raise ConfigError(f"kv.layers names decoder layer {bad[0]}", where="kv.layers", expected=f"0 to {text.num_hidden_layers - 1}", do="correct the layer numbers")
+    if stats is None and kv_config.calibration is not None:
+        stats = OutlierStats.load(kv_config.calibration)
+    moments: Mapping[int, LayerStats] = stats.layers if stats is not None else {}
+    latent = getattr(text, "kv_lora_rank", None) or 0
+    theirs = DynamicCache(config=model_config).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
+    layers = [PagedLayer(kv_config, n, moments.get(n), latent) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
+    return PagedCache(layers=layers)
+
+
+@contextmanager
+def watch_attention(model: Any, see: Any) -> Iterator[None]:
+    """While open, `see(layer, q_BHTd, k_BNSd, v_BNSd)` is called with what each attention layer computes on, after RoPE.
+
+    Goes through transformers' attention registry; the model's own implementation does the work and is set back at the end.
+    """
+    own = model.config._attn_implementation
+    name = f"moe_prefetch_watch_{own}"
+
+    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        see(module.layer_idx, query, key, value)
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        run = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
+        if run is None:
+            raise UnsupportedModelError(f"attention implementation {own!r} is unknown", where=type(module).__name__, expected="one of transformers' registry", do="set another one")
+        return run(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4) -> OutlierStats:
+    """Run token ids [B, S] (no padding) through the model, one row at a time, and collect the moments that choose outliers, means and gains.
+
+    The first `skip` tokens of each row are left out: they stay in FP16 as sinks and their keys are unlike all others. A few thousand tokens are
+    enough; layers whose attention brings no plain heads (MLA) are left out.
+    """
+    seen: dict[int, StatsCollector] = {}
+
+    def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        seen.setdefault(layer, StatsCollector()).add(q[0, :, skip:], k[0, :, skip:], v[0, :, skip:])
+
+    with torch.no_grad(), watch_attention(model, see):
+        for row in token_ids:
+            model(input_ids=row[None].to(model.device), use_cache=False)
+    return OutlierStats({n: s.stats() for n, s in sorted(seen.items())})
