@@ -94,7 +94,10 @@ def dense_base(dtype: torch.dtype = torch.float32, cache_dir: Path | str | None 
 
 
 def probe_dir(name: str = "mixed", delta_dir: Path | str | None = None) -> Path:
-    """Folder of a fitted probe that comes with the delta: `mixed` (all domains) or `cross` (no encyclopaedic text). Raises ArtefactError."""
+    """Folder of a fitted probe that comes with the delta: `mixed` (all domains) or `cross` (no encyclopaedic text).
+
+    Raises ArtefactError where it is missing.
+    """
     folder = _delta_folder(delta_dir) / "probes" / name
     if not (folder / "config.json").is_file():
         raise ArtefactError(f"no fitted probe {name!r}", where=str(folder), expected="mixed or cross",

@@ -71,8 +71,9 @@ def unsafe_calls(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_NAMES:
             found.append(node.func.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in FORBIDDEN_ATTRIBUTES.get(node.value.id, ()):
-            found.append(f"{node.value.id}.{node.attr}")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in FORBIDDEN_ATTRIBUTES.get(node.value.id, ()):
+                found.append(f"{node.value.id}.{node.attr}")
         if isinstance(node, ast.keyword) and node.arg in ("shell", "allow_pickle", "trust_remote_code") and not (
                 isinstance(node.value, ast.Constant) and node.value.value is False):
             found.append(f"{node.arg}=")
