@@ -5,18 +5,19 @@ layer L (the residual after its attention, before its pre-MoE norm) gives horizo
 (target, horizon):
 
     x_TD      = RMSNorm of the tap with the *target* layer's own weight
-    logits_TE = x_TD @ gate_ED.T  +  silu(x_TD @ down_RD.T + shift_R) @ up_ER.T + out_E
+    logits_TE = x_TD @ gate_ED.T  +  act(x_TD @ down_RD.T + shift_R) @ up_ER.T + out_E
     prob_TE   = sigmoid((score_TE - boundary_T) / temperature)
 
-The gate is the target's own, frozen, copied from the model and never stored. `up` and `out` start at zero, so an untrained probe is
-the stale gate, bitwise. `boundary` is the middle between the k-th and the next score, so `prob` estimates P(expert is in the top-k) and
+`act` leaves the first `linear` of the R units as they are (a plain low-rank correction) and applies SiLU to the rest: these stand in for
+the MoE block between tap and target. The gate is the target's own, frozen, copied from the model and never stored. `up` and `out` start at
+zero, so an untrained probe is the stale gate, bitwise. `boundary` is the middle between the k-th and the next score, so `prob` estimates P(expert is in the top-k) and
 has one free number, the temperature (`calibrate.py`). Related work: PROBE (arXiv 2602.00509), pre-attention routing prediction
 (arXiv 2511.10676); RMSNorm arXiv 1910.07467; group-limited selection arXiv 2412.19437.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,20 +146,25 @@ class Residual:
     up_LER: torch.Tensor
     out_LE: torch.Tensor
     temperature_L: torch.Tensor
-    used_L: list[bool] = field(default_factory=list)
+    linear: int
+    used_L: list[bool]
 
     @staticmethod
-    def zero(layers: int, experts: int, hidden: int, rank: int) -> Residual:
+    def zero(layers: int, experts: int, hidden: int, rank: int, linear: int = 0) -> Residual:
         return Residual(torch.zeros(layers, rank, hidden), torch.zeros(layers, rank), torch.zeros(layers, experts, rank),
-                        torch.zeros(layers, experts), torch.ones(layers), [False] * layers)
+                        torch.zeros(layers, experts), torch.ones(layers), linear, [False] * layers)
 
 
-def residual_logits(x_TD: torch.Tensor, down_RD: torch.Tensor, shift_R: torch.Tensor, up_ER: torch.Tensor,
-                    out_E: torch.Tensor) -> torch.Tensor:
-    """silu(x @ down.T + shift) @ up.T + out, for one target ([T, D] and [R, D]) or batched over targets ([L, T, D], [L, R, D])."""
+def residual_logits(x_TD: torch.Tensor, down_RD: torch.Tensor, shift_R: torch.Tensor, up_ER: torch.Tensor, out_E: torch.Tensor, *,
+                    linear: int, dropout: float = 0.0) -> torch.Tensor:
+    """act(x @ down.T + shift) @ up.T + out, for one target ([T, D] and [R, D]) or batched over targets ([L, T, D], [L, R, D])."""
     if x_TD.dim() == 2:
-        return torch.addmm(out_E, F.silu(torch.addmm(shift_R, x_TD, down_RD.mT)), up_ER.mT)
-    return torch.baddbmm(out_E.unsqueeze(-2), F.silu(torch.baddbmm(shift_R.unsqueeze(-2), x_TD, down_RD.mT)), up_ER.mT)
+        a_TR = torch.addmm(shift_R, x_TD, down_RD.mT)
+    else:
+        a_TR = torch.baddbmm(shift_R.unsqueeze(-2), x_TD, down_RD.mT)
+    # Concatenation rather than a write in place: the same line serves autograd.
+    a_TR = F.silu(a_TR) if linear == 0 else torch.cat([a_TR[..., :linear], F.dropout(F.silu(a_TR[..., linear:]), dropout, dropout > 0)], -1)
+    return torch.addmm(out_E, a_TR, up_ER.mT) if x_TD.dim() == 2 else torch.baddbmm(out_E.unsqueeze(-2), a_TR, up_ER.mT)
 
 
 def gate_hash(gates: Sequence[GateSpec]) -> str:
@@ -200,12 +206,14 @@ class RoutingProbe:
                              expected="one shape for all layers", do="make one probe per group of equal layers")
         self.gates = [g.to(g.weight_ED.device) for g in gates]
         self.residuals = list(residuals)
-        self._layer_cache()
+        self.refresh()
 
-    def _layer_cache(self) -> None:
+    def refresh(self) -> None:
+        """Take over a change made to `residuals` in place."""
         # Views per target, made once: indexing a stacked tensor costs more than the product at one token.
         self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...] | None] = {}
         self._inverse_temperature: dict[tuple[int, int], float] = {}
+        self._linear = [r.linear if r is not None else 0 for r in self.residuals]
         for h, r in enumerate(self.residuals):
             for layer in range(len(self.gates)):
                 used = r is not None and r.used_L[layer]
@@ -235,7 +243,7 @@ class RoutingProbe:
         for r in self.residuals:
             if r is not None:
                 r.down_LRD, r.shift_LR, r.up_LER, r.out_LE = (t.to(device) for t in (r.down_LRD, r.shift_LR, r.up_LER, r.out_LE))
-        self._layer_cache()
+        self.refresh()
         return self
 
     # use -------------------------------------------------------------------------------------------------------------
@@ -253,7 +261,7 @@ class RoutingProbe:
         x_TD = normalise(hidden_TD, gate)
         logits_TE = F.linear(x_TD, gate.weight_ED)
         parts = self._parts[target, horizon]
-        return logits_TE if parts is None else logits_TE + residual_logits(x_TD, *parts)
+        return logits_TE if parts is None else logits_TE + residual_logits(x_TD, *parts, linear=self._linear[horizon])
 
     def forecast(self, tap_layer: int, horizon: int, hidden_TD: torch.Tensor) -> torch.Tensor:
         """P(expert is in the top-k of layer `tap_layer + horizon`), float32 [T, E]. A row with NaN gives NaN; see `quantise_union`."""
@@ -274,11 +282,11 @@ class RoutingProbe:
         folder = Path(folder)
         tensors: dict[str, torch.Tensor] = {}
         used: dict[str, list[int]] = {}
-        rank = 0
+        rank = linear = 0
         for h, r in enumerate(self.residuals):
             if r is None:
                 continue
-            rank = int(r.down_LRD.shape[1])
+            rank, linear = int(r.down_LRD.shape[1]), r.linear
             _pack(f"h{h}.down", r.down_LRD, tensors)
             _pack(f"h{h}.up", r.up_LER, tensors)
             tensors[f"h{h}.shift"], tensors[f"h{h}.out"] = r.shift_LR.half(), r.out_LE.half()
@@ -288,8 +296,8 @@ class RoutingProbe:
         write_text(folder / "README.md", card or "# Routing probe\n\nNo figures were recorded for this probe.\n")
         write_json(folder / "config.json", {
             "format": "moe_prefetch.probe", "version": VERSION, "layers": self.layers, "experts": self.experts,
-            "hidden": self.gates[0].hidden, "top_k": self.top_k, "rank": rank, "used": used, "gate_hash": gate_hash(self.gates),
-            "weights_sha256": sha256_file(folder / "model.safetensors"), "extra": extra or {}})
+            "hidden": self.gates[0].hidden, "top_k": self.top_k, "rank": rank, "linear": linear, "used": used,
+            "gate_hash": gate_hash(self.gates), "weights_sha256": sha256_file(folder / "model.safetensors"), "extra": extra or {}})
 
     @classmethod
     def from_pretrained(cls, folder: Path | str, gates: Sequence[GateSpec]) -> RoutingProbe:
@@ -316,14 +324,14 @@ class RoutingProbe:
                     probe.residuals[h] = _read_residual(h, tensors, config["used"][str(h)], config, str(folder))
         except (KeyError, TypeError, IndexError, RuntimeError) as e:
             raise ArtefactError(f"the probe's parts do not fit together: {e}", where=str(folder), do="fit the probe again") from e
-        probe._layer_cache()
+        probe.refresh()
         return probe
 
 
 def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], config: dict[str, Any], where: str) -> Residual:
-    layers, experts, hidden, rank = (config[k] for k in ("layers", "experts", "hidden", "rank"))
+    layers, experts, hidden, rank, linear = (config[k] for k in ("layers", "experts", "hidden", "rank", "linear"))
     r = Residual(_unpack(f"h{h}.down", tensors, where), tensors[f"h{h}.shift"].float(), _unpack(f"h{h}.up", tensors, where),
-                 tensors[f"h{h}.out"].float(), tensors[f"h{h}.temperature"].float(), [i in set(used) for i in range(layers)])
+                 tensors[f"h{h}.out"].float(), tensors[f"h{h}.temperature"].float(), linear, [i in set(used) for i in range(layers)])
     want = {"down_LRD": (layers, rank, hidden), "shift_LR": (layers, rank), "up_LER": (layers, experts, rank), "out_LE": (layers, experts),
             "temperature_L": (layers,)}
     for name, shape in want.items():
@@ -331,6 +339,8 @@ def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], co
         if tuple(value.shape) != shape or not bool(torch.isfinite(value).all()):
             raise ArtefactError(f"horizon {h}, {name}: shape {tuple(value.shape)} or values not finite", where=where, expected=str(shape),
                                 do="fit the probe again")
+    if not isinstance(linear, int) or not 0 <= linear <= rank:
+        raise ArtefactError(f"{linear} linear units of {rank}", where=where, do="fit the probe again")
     if not bool((r.temperature_L > 0).all()):
         raise ArtefactError(f"horizon {h} has a temperature that is not positive", where=where, do="calibrate the probe again")
     return r

@@ -15,7 +15,7 @@ from moe_prefetch.probes import GateSpec, RoutingProbe, quantise_union
 from moe_prefetch.probes.probe import Residual, margins, normalise, select
 from moe_prefetch.types import PROB_ONE
 
-L, E, D, R, K = 4, 16, 24, 8, 3
+L, E, D, R, K, LINEAR = 4, 16, 24, 8, 3, 3
 
 
 def gates(seed: int = 0, **kw: object) -> list[GateSpec]:
@@ -27,7 +27,7 @@ def trained(seed: int = 1) -> RoutingProbe:
     g = torch.Generator().manual_seed(seed)
     def one() -> Residual:
         return Residual(torch.randn(L, R, D, generator=g), torch.randn(L, R, generator=g), torch.randn(L, E, R, generator=g),
-                        torch.randn(L, E, generator=g), 0.5 + torch.rand(L, generator=g), [True, True, False, True])
+                        torch.randn(L, E, generator=g), 0.5 + torch.rand(L, generator=g), LINEAR, [True, True, False, True])
     return RoutingProbe(gates(), [one(), one(), one()])
 
 
@@ -51,7 +51,9 @@ def test_residual_changes_the_logits_only_where_used() -> None:
     probe, x = trained(), torch.randn(5, D)
     r = probe.residuals[1]
     n = normalise(x, probe.gates[1])
-    want = n @ probe.gates[1].weight_ED.T + F.silu(n @ r.down_LRD[1].T + r.shift_LR[1]) @ r.up_LER[1].T + r.out_LE[1]
+    a = n @ r.down_LRD[1].T + r.shift_LR[1]
+    a = torch.where(torch.arange(R) < LINEAR, a, F.silu(a))
+    want = n @ probe.gates[1].weight_ED.T + a @ r.up_LER[1].T + r.out_LE[1]
     torch.testing.assert_close(probe.logits(0, 1, x), want)
     assert torch.equal(probe.logits(1, 1, x), RoutingProbe(gates()).logits(1, 1, x)), "layer 2 is not used: stale gate"
 
