@@ -8,19 +8,15 @@ implementation, and what attention saw is exactly what a kernel over the same pa
 """
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import CacheError, ConfigError, UnsupportedModelError
+from moe_prefetch.errors import CacheError, ConfigError
+from moe_prefetch.integrations.transformers_attention import watch_attention
 from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector, make_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
@@ -172,32 +168,6 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
     theirs = DynamicCache(config=model_config).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     layers = [PagedLayer(kv_config, n, moments.get(n), latent) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
     return PagedCache(layers=layers)
-
-
-@contextmanager
-def watch_attention(model: Any, see: Any) -> Iterator[None]:
-    """While open, `see(layer, q_BHTd, k_BNSd, v_BNSd)` is called with what each attention layer computes on, after RoPE.
-
-    Goes through transformers' attention registry; the model's own implementation does the work and is set back at the end.
-    """
-    own = model.config._attn_implementation
-    name = f"moe_prefetch_watch_{own}"
-
-    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        see(module.layer_idx, query, key, value)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        run = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)
-        if run is None:
-            raise UnsupportedModelError(f"attention implementation {own!r} is unknown", where=type(module).__name__, expected="one of transformers' registry", do="set another one")
-        return run(module, query, key, value, *args, **kwargs)
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
 
 
 def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4) -> OutlierStats:

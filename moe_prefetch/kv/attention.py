@@ -8,7 +8,8 @@ import torch
 from ..kernels.kv_attend.naive import merge, softmax_attention
 from ..errors import CacheError
 from ..kernels.kv_attend.op import kv_attend
-from ..kernels.kv_encode.records import neutral_book
+from ..kernels.kv_encode.records import Book, neutral_book
+from .format import PageLayout
 from .pages import block_table
 from .store import LayerStore
 
@@ -56,3 +57,40 @@ def attend_chunk(store: LayerStore, q_BHTd: torch.Tensor, k_BNTd: torch.Tensor, 
         out, lse = merge(out, lse, torch.zeros_like(out), torch.where((at >= 0)[:, None], extra, -torch.inf))
     store.append(k_BNTd, v_BNTd)
     return out, lse
+
+
+def attend_as_decoded(
+    q_BHTd: torch.Tensor, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor, layout: PageLayout, book: Book, *, sinks: int, window: int, scale: float,
+    sliding: int = 0, block: int = 512,
+) -> torch.Tensor:
+    """What T steps of decode give, in one pass: each query reads its own key unrounded, sinks and window in FP16, all else from pages.
+
+    The keys go through `kv_encode` and back; since the bytes of a page depend on its tokens alone, these are the bytes stepwise decode would
+    have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.
+    """
+    B, H, T, _ = q_BHTd.shape
+    N = k_BNTd.shape[1]
+    group = layout.format.append_group
+    store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device)
+    store.append(k_BNTd, v_BNTd)
+    recent_k, recent_v = k_BNTd.half().float(), v_BNTd.half().float()
+    store.settle()
+    paged_k, paged_v = store.gather()
+    out = torch.empty(B, H, T, v_BNTd.shape[-1], device=q_BHTd.device)
+    keys = torch.arange(T, device=q_BHTd.device)
+    for start in range(0, T, block):
+        end = min(T, start + block)
+        q = q_BHTd[:, :, start:end].float().reshape(B, N, -1, q_BHTd.shape[-1]) * scale
+        at = keys[start:end, None]
+        stored_end = sinks + ((at - sinks - window).clamp(min=0) // group) * group
+        paged = (keys >= sinks) & (keys < stored_end)
+        own = keys == at
+        grow = lambda mask: mask.repeat(H // N, 1)  # noqa: E731
+        span = lambda x: x[:, :, :end].float()  # noqa: E731
+        hide = grow(keys > at) if not sliding else grow((keys > at) | (keys <= at - sliding))
+        logits = torch.where(grow(paged)[:, :end], q @ span(paged_k).mT, torch.where(grow(own)[:, :end], q @ span(k_BNTd).mT, q @ span(recent_k).mT))
+        p = logits.masked_fill_(hide[:, :end], -torch.inf).softmax(-1)
+        pick = lambda mask: p.masked_fill(~grow(mask)[:, :end], 0.0)  # noqa: E731, B023
+        o = pick(paged) @ span(paged_v) + pick(own) @ span(v_BNTd) + pick(~paged & ~own) @ span(recent_v)
+        out[:, :, start:end] = o.reshape(B, H, end - start, -1)
+    return out

@@ -1,0 +1,71 @@
+"""Teacher-forced quality of KV formats on a transformers model: what decode would answer, in one pass per text."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from moe_prefetch.errors import UnsupportedModelError
+from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
+from moe_prefetch.kv.attention import attend_as_decoded
+from moe_prefetch.kv.codec import OutlierStats, make_book
+from moe_prefetch.kv.format import PageLayout, format_of, layout_for
+from moe_prefetch.kv.gate import Verdict, judge
+from moe_prefetch.kv.outliers import Policy
+
+# (layer, k_BNTd, v_BNTd) -> the K and V that a cache would have given back
+Transform = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None = None, keep: int = 0) -> torch.Tensor:
+    """FP32 log-probabilities [S, vocab] of one text [S], under another attention if given; with `keep`, of its last `keep` positions."""
+    with torch.no_grad(), replace_attention(model, attention) if attention else nullcontext():
+        logits = model(input_ids=token_ids[None], use_cache=False, logits_to_keep=keep).logits
+    return logits[0].float().log_softmax(-1)
+
+
+def decoded(stats: OutlierStats | None, formats: Mapping[int, str], *, policy: Policy = "importance", sinks: int = 4, window: int = 64,
+            seen: dict[int, PageLayout] | None = None) -> Attention:
+    """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts."""
+
+    def attention(own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        n = module.layer_idx
+        if n not in formats:
+            return own(module, query, key, value, *args, **kwargs)
+        if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+            raise UnsupportedModelError("soft-cap and sink logits are not measured in one pass", where=type(module).__name__, expected="plain softmax attention",
+                                        do="measure by generating with make_cache")
+        fmt = format_of(formats[n])
+        layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=0 if policy == "none" and fmt.max_bits is not None else None)
+        book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
+        if seen is not None:
+            seen[n] = layout
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        out = attend_as_decoded(query, key, value, layout, book, sinks=sinks, window=window, scale=scale, sliding=kwargs.get("sliding_window") or 0)
+        return out.transpose(1, 2).to(query.dtype), None
+
+    return attention
+
+
+def through(transform: Transform) -> Attention:
+    """The model's own attention over K and V that went through `transform`: how other packages' quantisers are measured."""
+
+    def attention(own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        k, v = transform(module.layer_idx, key, value)
+        return own(module, query, k.to(key.dtype), v.to(value.dtype), *args, **kwargs)
+
+    return attention
+
+
+def gate(model: Any, texts: Sequence[torch.Tensor], stats: OutlierStats | None, *, format: str, max_kl: float, max_layer_kl: float | None = None,
+         policy: Policy = "importance", sinks: int = 4, window: int = 64) -> Verdict:
+    """Judge `format` on the user's own token ids ([S] each); see `moe_prefetch.kv.gate.judge`. One pass per layer and text."""
+
+    def logits_of(formats: Mapping[int, str]) -> list[torch.Tensor]:
+        attention = decoded(stats, formats, policy=policy, sinks=sinks, window=window) if formats else None
+        return [log_probs(model, ids, attention) for ids in texts]
+
+    layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    return judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl)
