@@ -3,7 +3,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN := .venv/bin
 ARGS ?=
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup
+# A file's tests stay in one process, so that a model or a wheel is made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test lint nightly setup-demo setup-test clean
 .DEFAULT_GOAL := help

@@ -32,15 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if config.getoption("--nightly") else "fast")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("nightly") and not config.getoption("--nightly"):
             item.add_marker(pytest.mark.skip(reason="long: needs --nightly"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("model"):  # one process holds the real model, not every worker
-            item.add_marker(pytest.mark.xdist_group("model"))
 
 
 @pytest.fixture(scope="session")

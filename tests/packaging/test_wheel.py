@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("wheel")  # built once, not by every worker
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {"moe_prefetch": "moe_prefetch", "moe_prefetch/integrations": "integrations", "moe_prefetch/model_configs": "model_configs"}
 IMPORTS = ("import moe_prefetch, moe_prefetch.integrations, moe_prefetch.integrations.transformers, moe_prefetch.model_configs as configs;"
