@@ -1,0 +1,52 @@
+"""Shared by the KV tests: codebooks that use every feature, and plain loops to compare with."""
+from __future__ import annotations
+
+import torch
+
+from moe_prefetch.kernels.kv_encode.records import Book
+from moe_prefetch.kv.format import FORMATS, PageLayout, layout_for
+from moe_prefetch.kv.store import LayerStore
+
+NAMES = tuple(FORMATS)
+
+
+def layout(name: str, k_dim: int = 64, v_dim: int | None = None, **kw: int) -> PageLayout:
+    return layout_for(FORMATS[name], k_dim, k_dim if v_dim is None else v_dim, **kw)
+
+
+def book(lay: PageLayout, heads: int, seed: int = 0) -> Book:
+    """Random outlier channels, means and gains (neutral where the format knows none)."""
+    g = torch.Generator().manual_seed(seed)
+    plain = lay.format.max_bits is None
+    channels = torch.stack([torch.randperm(lay.k_dim, generator=g)[: lay.outliers].sort().values for _ in range(heads)]).int().reshape(heads, lay.outliers)
+    rand = lambda d: torch.ones(heads, d) if plain else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
+    mean = torch.zeros(heads, lay.k_dim) if plain else torch.randn(heads, lay.k_dim, generator=g)
+    return channels, mean, rand(lay.k_dim), rand(lay.k_dim), rand(lay.v_dim), rand(lay.v_dim)
+
+
+def tokens(n: int, heads: int, dim: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """[batch, heads, n, dim], loud and quiet tokens, values that FP16 holds exactly."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, heads, n, dim, generator=g) * (torch.rand(batch, 1, n, 1, generator=g) * 6 - 3).exp2()
+    return x.half().float()
+
+
+def store(name: str, *, dim: int = 64, heads: int = 2, batch: int = 1, window: int = 16, sinks: int = 4, **kw: object) -> LayerStore:
+    lay = layout(name, dim)
+    return LayerStore(lay, heads, book(lay, heads), batch=batch, sinks=sinks, window=window, poison=True, **kw)
+
+
+def attention_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, last: int, sliding: int = 0, softcap: float = 0.0,
+                   sink: float | None = None) -> torch.Tensor:
+    """One head, the last `last` positions as queries, written as the sum it is: q [last, d], k v [S, d] -> [last, dv], FP64."""
+    out = []
+    for i in range(last):
+        at = len(k) - last + i
+        lo = max(0, at - sliding + 1) if sliding else 0
+        s = (k[lo : at + 1].double() @ q[i].double()) * scale
+        if softcap:
+            s = softcap * (s / softcap).tanh()
+        e = s.exp()
+        total = e.sum() + (0.0 if sink is None else torch.tensor(sink, dtype=torch.float64).exp())
+        out.append((e @ v[lo : at + 1].double()) / total)
+    return torch.stack(out)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_prefetch.errors import ShapeError
+from moe_prefetch.kernels.kv_encode import naive as law
+from moe_prefetch.kernels.kv_encode.op import kv_encode
+from moe_prefetch.kernels.kv_encode.records import decode_naive, encode_naive, runs_for
+from moe_prefetch.kv.format import E2M1, E2M1_MIDPOINTS, FORMATS, HEAD_DIMS, PAGE, KVFormat
+
+from .common import NAMES, book, layout, tokens
+
+PLAIN = KVFormat("test", "fp4")
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return x[0].transpose(0, 1)
+
+
+def encode(name: str, dim: int, k: torch.Tensor, v: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Pages after appending tokens in the chunks given."""
+    lay, heads, n = layout(name, dim), k.shape[1], k.shape[2]
+    pages = law.empty_pages(-(-n // PAGE), heads, lay)
+    at = 0
+    for c in cuts:
+        if c:
+            encode_naive(pages, flat(k), flat(v), torch.tensor(runs_for(list(range(len(pages))), at, c, at)), book(lay, heads), lay)
+        at += c
+    assert at == n
+    return pages
+
+
+# one number at a time ------------------------------------------------------------------------------------------------------
+def quantise(values: list[float]) -> list[float]:
+    """Values in a block whose scale is exactly 1: 6 is in it."""
+    code, scale = law.fp4_blocks(torch.tensor([6.0, *values] + [0.0] * (31 - len(values))), torch.ones(1), 32, PLAIN)
+    assert scale.tolist() == [1.0]
+    return law.fp4_values(code)[1 : 1 + len(values)].tolist()
+
+
+def test_every_representable_value_is_kept() -> None:
+    both = [*E2M1, *(-x for x in E2M1)]
+    assert quantise(both) == both
+
+
+def test_every_midpoint_goes_to_the_even_code() -> None:
+    even = [E2M1[i if i % 2 == 0 else i + 1] for i in range(7)]
+    assert quantise(list(E2M1_MIDPOINTS)) == even
+    assert quantise([-m for m in E2M1_MIDPOINTS]) == [-e for e in even]
+
+
+def test_a_hair_beside_every_midpoint_goes_to_its_side() -> None:
+    up = [torch.nextafter(torch.tensor(m), torch.tensor(9.0)).item() for m in E2M1_MIDPOINTS]
+    down = [torch.nextafter(torch.tensor(m), torch.tensor(0.0)).item() for m in E2M1_MIDPOINTS]
+    assert quantise(up) == list(E2M1[1:]) and quantise(down) == list(E2M1[:-1])
+
+
+def test_midpoints_hold_at_every_scale_significand() -> None:
+    """mid * scale is exact in FP32, so ties are ties at all 8 significands and far exponents."""
+    for m in range(8):
+        for e in (-60, 0, 60):
+            s = (1 + m / 8) * 2.0**e
+            x = torch.tensor([6 * s, *(mid * s for mid in E2M1_MIDPOINTS)] + [0.0] * 24)
+            code, scale = law.fp4_blocks(x, torch.ones(1), 32, PLAIN)
+            assert scale.item() == s
+            assert law.fp4_values(code)[1:8].tolist() == [E2M1[i if i % 2 == 0 else i + 1] for i in range(7)]
+
+
+def test_significand_rounding_is_e4m3_rounding() -> None:
+    x = torch.rand(20000) * 440 + 0.016
+    assert torch.equal(law.round_significand(x), x.to(torch.float8_e4m3fn).float())
+
+
+@given(st.integers(1, 0x7E), st.integers(0, 30), st.integers(0, 30))
+def test_shifting_scales_twice_equals_once(code: int, a: int, b: int) -> None:
+    c = torch.tensor([code], dtype=torch.uint8)
+    t = lambda n: torch.tensor([n], dtype=torch.int32)  # noqa: E731
+    assert torch.equal(law.shift_scale_bytes(law.shift_scale_bytes(c, t(a)), t(b)), law.shift_scale_bytes(c, t(a + b)))
+
+
+def test_a_shifted_scale_is_the_same_value_while_normal() -> None:
+    c = torch.arange(0x40, 0x78, dtype=torch.uint8)
+    low = law.shift_scale_bytes(c, torch.tensor(5))
+    assert torch.equal(low.view(torch.float8_e4m3fn).float() * 32, c.view(torch.float8_e4m3fn).float())
+
+
+def test_the_best_scale_is_chosen_and_never_worse_than_the_first() -> None:
+    x, w = torch.randn(500, 64), torch.rand(64) + 0.1
+    err = lambda fmt: (((law.fp4_values(c) * s.repeat_interleave(32, -1) - x) ** 2 * w).unflatten(-1, (2, 32)).sum(-1) for c, s in [law.fp4_blocks(x, w, 32, fmt)])  # noqa: E731
+    searched, plain = next(err(FORMATS["fp4-quality"])), next(err(PLAIN))
+    assert bool((searched <= plain * 1.0001).all()) and float(searched.sum()) < 0.85 * float(plain.sum())
+
+
+# special values ------------------------------------------------------------------------------------------------------------
+def test_special_values_are_defined_and_counted() -> None:
+    lay = layout("fp4-quality")
+    k, v = tokens(10, 2, 64), tokens(10, 2, 64, seed=1)
+    k[0, 0, 3, 5], k[0, 0, 3, 6], k[0, 1, 4, 0] = torch.inf, -torch.inf, torch.nan
+    v[0, 0, 0, 0], v[0, 0, 1], v[0, 1, 2] = 1e30, 0.0, 1e-42
+    pages = law.empty_pages(1, 2, lay)
+    neutral = list(book(lay, 2))
+    neutral[1] = torch.zeros(2, 64)
+    counts = encode_naive(pages, flat(k), flat(v), torch.tensor([[0, 0, 0, 10]]), tuple(neutral), lay)
+    assert counts.tolist() == [3, 1]
+    k_out, v_out = (x[0, :, :10] for x in decode_naive(pages, tuple(neutral), lay))
+    assert bool(k_out.isfinite().all()) and bool(v_out.isfinite().all())
+    assert k_out[0, 3, 5] > 5e4 and k_out[0, 3, 6] < -5e4
+    assert bool((v_out[0, 1] == 0).all()) and bool((v_out[1, 2] == 0).all())
+    assert v_out[0, 0, 0] > 5e4
+
+
+@pytest.mark.parametrize("name", ["fp4-72", "fp4-quality", "nvfp4", "fp4-72-c64"])
+def test_scales_are_finite_and_positive_after_the_final_cast(name: str) -> None:
+    lay = layout(name)
+    n = 128
+    k = tokens(n, 2, 64) * torch.logspace(-30, 4, n)[None, None, :, None]
+    k[:, :, 7] = 0
+    pages = encode(name, 64, k, k.flip(2), [n])
+    parts = law.unpack(pages, lay)
+    for s in (parts.k_scales, parts.v_scales):
+        value = s.contiguous().view(torch.float8_e4m3fn).float()
+        assert bool(value.isfinite().all()) and float(value.min()) >= 2.0**-9 and float(value.max()) < 256
+
+
+@pytest.mark.parametrize("exponent", [-26, -10, 0, 10])
+@pytest.mark.parametrize("name", ["fp4-72", "nvfp4", "fp8"])
+def test_error_is_relative_at_every_magnitude(name: str, exponent: int) -> None:
+    lay = layout(name)
+    neutral = list(book(lay, 2))
+    neutral[1], neutral[2], neutral[3] = torch.zeros(2, 64), torch.ones(2, 64), torch.ones(2, 64)
+    x = tokens(128, 2, 64)
+    errors = []
+    for scale in (1.0, 2.0**exponent):
+        pages = law.empty_pages(1, 2, lay)
+        encode_naive(pages, flat(x * scale), flat(x * scale), torch.tensor([[0, 0, 0, 128]]), tuple(neutral), lay)
+        v = decode_naive(pages, tuple(neutral), lay)[1]
+        errors.append((v - x * scale).norm() / (x * scale).norm())
+    assert torch.isclose(errors[0], errors[1], rtol=1e-5)
+
+
+# bytes ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_depend_on_the_tokens_alone(name: str, dim: int) -> None:
+    """Prompt, chunks and single tokens write the same pages; decoding is close; packing is a bijection."""
+    n, g = 192, FORMATS[name].append_group
+    k, v = tokens(n, 2, dim), tokens(n, 2, dim, seed=1)
+    whole = encode(name, dim, k, v, [n])
+    cuts = [n // 3 // g * g, g, 2 * g] if g > 1 else [1, 1, 60, 67, 1, 40]
+    assert torch.equal(whole, encode(name, dim, k, v, [*cuts, n - sum(cuts)]))
+    lay = layout(name, dim)
+    assert torch.equal(law.pack(law.unpack(whole, lay), lay), whole)
+    k_out, v_out = decode_naive(whole, book(lay, 2), lay)
+    join = lambda x: x.permute(1, 0, 2, 3).flatten(1, 2)[:, :n]  # noqa: E731
+    bound = {"fp16": 1e-3, "fp8": 0.04, "fp4": 0.16}[FORMATS[name].code]
+    # A scale over 64 tokens of very different loudness can't serve the quiet ones.
+    for out, x, loose in ((k_out, k, 1), (v_out, v, 2 if FORMATS[name].v_axis == "channel" else 1)):
+        assert (join(out) - x[0]).norm() / x.norm() < bound * loose
+
+
+def test_planes_unpack_by_two_masks_as_documented() -> None:
+    code = torch.randint(0, 16, (1, PAGE, 128), dtype=torch.uint8)
+    data = law.pack_codes(code, FORMATS["fp4-72"], is_k=True).reshape(PAGE, 64)
+    e5m2 = lambda b: b.view(torch.float8_e5m2).float() * 2.0**14  # noqa: E731
+    hi, lo = e5m2(data & 0x8E), e5m2(((data >> 3) & 0x0E) | ((data << 7) & 0x80))
+    want = law.fp4_values(code)[0]
+    assert torch.equal(torch.cat([lo[:, :32], hi[:, :32], lo[:, 32:], hi[:, 32:]], 1), want)
+
+
+def test_v_bytes_hold_token_pairs_as_documented() -> None:
+    code = torch.randint(0, 16, (1, PAGE, 64), dtype=torch.uint8)
+    data = law.pack_codes(code, FORMATS["fp4-72"], is_k=False).reshape(64, 64)
+    for b in (0, 1, 2, 15, 16, 63):
+        tau = 16 * (b // 16) + 8 * (b % 2) + b % 16 // 2
+        x = data[:, b]
+        assert torch.equal(law.fp4_values(((x >> 7) << 3) | ((x >> 1) & 7)), law.fp4_values(code[0, 64 + tau]))
+        assert torch.equal(law.fp4_values(((x & 1) << 3) | ((x >> 4) & 7)), law.fp4_values(code[0, tau]))
+
+
+@pytest.mark.parametrize(("name", "digest"), [
+    ("fp4-72", "6c957c326d97e82a"), ("fp4-quality", "e628082cfc63000e"), ("fp8", "67e49eeb765c5693"), ("nvfp4", "15643ac4e9be2e41"), ("mxfp4", "c7b9a7116c373555"),
+])
+def test_golden_pages(name: str, digest: str) -> None:
+    """Bytes that were written by layout version 1; another digest is another version."""
+    x = ((torch.arange(2 * 100 * 64) * 2654435761 % 4093).float() / 2048 - 1).reshape(1, 2, 100, 64)
+    assert hashlib.sha256(encode(name, 64, x, x.flip(3), [100]).numpy().tobytes()).hexdigest()[:16] == digest
+
+
+# the op --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["fp4-quality", "fp16", "fp4-72-c64"])
+def test_opcheck(name: str) -> None:
+    lay = layout(name)
+    k, v = tokens(64, 2, 64), tokens(64, 2, 64, seed=1)
+    args = (law.empty_pages(1, 2, lay), flat(k).contiguous(), flat(v).contiguous(), torch.tensor([[0, 0, 0, 64]], dtype=torch.int32), *book(lay, 2), name, 64, 64, lay.outliers, 0)
+    torch.library.opcheck(torch.ops.moe_prefetch.kv_encode.default, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_op_refuses_what_does_not_fit_before_writing() -> None:
+    lay = layout("fp4-quality")
+    pages = law.empty_pages(1, 2, lay)
+    before = pages.clone()
+    with pytest.raises(ShapeError, match="kv_encode"):
+        kv_encode(pages, torch.zeros(3, 2, 80), torch.zeros(3, 2, 64), torch.zeros(1, 4, dtype=torch.int32), book(lay, 2), lay)
+    with pytest.raises(ShapeError):
+        kv_encode(pages, torch.zeros(3, 2, 64), torch.zeros(3, 2, 64), torch.zeros(1, 4, dtype=torch.int32), book(layout("fp4-72"), 2), lay)
+    assert torch.equal(pages, before)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from moe_prefetch.errors import ConfigError, ShapeError
+from moe_prefetch.kv.format import ALIGN, FORMATS, HEAD_DIMS, PAGE, PageLayout, capacity, format_of, layout_for
+
+from .common import NAMES, layout
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_follow_each_other_without_gap_or_overlap(name: str, dim: int) -> None:
+    lay = layout(name, dim)
+    at = 0
+    for first, size in lay.offsets.values():
+        assert first == at and size >= 0
+        at += size
+    assert at <= lay.page_bytes < at + ALIGN and lay.page_bytes % ALIGN == 0
+    assert all(first % 2 == 0 for first, _ in lay.offsets.values())
+    assert lay.offsets["trailer"][0] % 4 == 0
+
+
+def test_recorded_sizes_of_version_1() -> None:
+    """Files and kernels depend on these: a change is a new layout version."""
+    assert {(n, d): (layout(n, d).page_bytes, layout(n, d).outliers) for n in ("fp4-72", "fp4-quality", "fp8") for d in (64, 128)} == {
+        ("fp4-72", 64): (8848, 1), ("fp4-72", 128): (18192, 4), ("fp4-quality", 64): (9616, 4), ("fp4-quality", 128): (19216, 8),
+        ("fp8", 64): (16656, 0), ("fp8", 128): (33040, 0)}
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_budgets_hold_with_everything_counted_at_32k(dim: int) -> None:
+    assert layout("fp4-72", dim).bits_per_element() <= 4.48
+    assert layout("fp4-quality", dim).bits_per_element() <= 4.85
+    assert layout("fp4-quality", dim).outlier_share <= 0.05
+    assert 1 - layout("fp4-72", dim).bits_per_element() / 16 >= 0.72
+
+
+def test_every_byte_of_a_token_is_counted() -> None:
+    lay = layout("fp4-quality", 128)
+    pages = -(-(32768 - 68) // PAGE)
+    by_hand = pages * (lay.page_bytes + 4) + (4 + 65) * 2 * 256 + 4 * (8 + 3 * 128 + 2 * 128)
+    assert lay.bits_per_element() == pytest.approx(by_hand * 8 / (32768 * 256))
+
+
+def test_mla_counts_the_latent_once() -> None:
+    lay = layout_for(FORMATS["fp4-quality"], 512, 0, rope=64)
+    assert lay.element_count == 576 and lay.offsets["v_codes"][1] == 0 and lay.offsets["k_rope"][1] == PAGE * 64 * 2
+
+
+def test_kv_head_dims_may_differ() -> None:
+    lay = layout_for(FORMATS["fp4-72"], 192, 128)
+    assert lay.v_scale_shape == (PAGE, 2) and lay.offsets["v_codes"][1] == PAGE * 64
+
+
+@pytest.mark.parametrize(("k_dim", "v_dim", "kw"), [(72, 64, {}), (0, 64, {}), (64, 40, {}), (64, 64, {"outliers": 17}), (64, 64, {"rope": 3})])
+def test_unsupported_shapes_are_refused(k_dim: int, v_dim: int, kw: dict[str, int]) -> None:
+    with pytest.raises(ShapeError):
+        PageLayout(FORMATS["fp4-72"], k_dim, v_dim, **kw)
+
+
+def test_unknown_format_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="fp4-quality"):
+        format_of("fp3")
+
+
+def test_capacity_figures_are_two_and_differ() -> None:
+    c = capacity([layout("fp4-72", 128)] * 4, 8, budget_bytes=8 << 30, tokens=8192, reserved=32768)
+    assert c["ratio_vs_reserved_fp16"] == pytest.approx(4 * c["ratio_vs_paged_fp16"], rel=0.01)
+    assert 3.2 < c["ratio_vs_paged_fp16"] < 3.6
+    assert c["sequences"] > c["sequences_paged_fp16"] > c["sequences_reserved_fp16"] > 0
+    assert c["bytes_per_token"] < c["fp16_bytes_per_token"]
