@@ -29,7 +29,7 @@ def wanted_state() -> dict[str, object]:
     digest = hashlib.sha256()
     for name in INPUTS:
         digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
-    return {"root": str(ROOT), "python": sys.version.split()[0], "key": digest.hexdigest()}
+    return {"root": str(ROOT), "python": list(sys.version_info[:2]), "key": digest.hexdigest()}
 
 
 def read_state() -> dict[str, object]:
