@@ -6,22 +6,29 @@ Qwen2-MoE, Mixtral, Qwen3-MoE (one class of decoder layer with `post_attention_l
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
-from torch import nn
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Listener, Taps, open_model, register_host
 
+log = logging.getLogger(__name__)
+
 IMPLEMENTATION = "moe_prefetch"
+NAMES = ("gate_up_proj", "down_proj")
 
 # model_type -> how its router chooses.
 FAMILIES = {"qwen2_moe": "softmax_topk", "qwen3_moe": "softmax_topk", "mixtral": "softmax_topk"}
@@ -33,16 +40,33 @@ class _Served:
     layer: int
 
 
+@dataclass(frozen=True)
+class _Original:
+    """A parameter whose memory was given back, and what it takes to make it again."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+    inference: bool
+
+
 # Which session serves an experts module. One function is registered for the process, so two models in it never meet.
 _SERVED: weakref.WeakKeyDictionary[nn.Module, _Served] = weakref.WeakKeyDictionary()
+_SERVED_LOCK = threading.Lock()
 
 
 def _experts_forward(module: nn.Module, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     served = _SERVED.get(module)
-    if served is None:
-        # A model that shares its config object with an attached one is told to use our name too: give it its own computation.
-        return type(module).forward.__wrapped__(module, hidden_TD, ids_TK, weights_TK)  # type: ignore[attr-defined]
-    return served.taps.experts(served.layer, hidden_TD, ids_TK, weights_TK, module.act_fn)
+    if served is not None:
+        return served.taps.experts(served.layer, hidden_TD, ids_TK, weights_TK, module.act_fn)
+    # A deep copy of an attached model carries our name along, but it is not attached.
+    if module.gate_up_proj.is_meta:
+        raise SessionError("this is a copy of an attached model: its experts are not in memory", where=type(module).__name__,
+                           do="copy the model before it is attached, or after detach")
+    return type(module).forward.__wrapped__(module, hidden_TD, ids_TK, weights_TK)  # type: ignore[attr-defined]
 
 
 ExpertsInterface.register(IMPLEMENTATION, _experts_forward)
@@ -65,16 +89,33 @@ class TransformersModel:
         if not self.blocks:
             raise UnsupportedModelError(f"this {self.family} has no MoE layers", where=type(model).__name__,
                                         expected="at least one sparse layer", do="check num_experts and mlp_only_layers in its config")
+        for block in self.blocks:
+            self._check_layout(block.mlp.experts)
         experts = self.blocks[0].mlp.experts
-        if not isinstance(getattr(experts, "gate_up_proj", None), nn.Parameter):
-            raise UnsupportedModelError("its expert weights are not plain parameters", where=f"{type(model).__name__}, {type(experts).__name__}",
-                                        expected="gate_up_proj [E, 2F, D] and down_proj [E, D, F]", do="load it without quantisation")
-        if experts.gate_up_proj.is_meta:
-            raise SessionError("the model's experts are not in memory: a session is attached already", where=type(model).__name__,
-                               do="detach it first")
         self.num_layers, self.num_experts = len(self.blocks), experts.gate_up_proj.shape[0]
         self.gates = [self._gate(b) for b in self.blocks]
-        self._originals: list[tuple[nn.Module, str, nn.Parameter, torch.Size, tuple[int, ...]]] = []
+        self._originals: list[_Original] = []
+        self._refusals: list[torch.utils.hooks.RemovableHandle] = []
+
+    def _check_layout(self, experts: nn.Module) -> None:
+        where = f"{type(self.model).__name__}, {type(experts).__name__}"
+        # A subclass of Tensor (quantised, distributed) has no bytes that a record could hold.
+        if any(type(p) is not nn.Parameter or type(p.data) is not torch.Tensor for p in map(partial(getattr, experts), NAMES, (None, None))):
+            raise UnsupportedModelError("its expert weights are not plain parameters", where=where,
+                                        expected="gate_up_proj [E, 2F, D] and down_proj [E, D, F]", do="load it without quantisation or sharding")
+        dispatched = hasattr(type(experts).forward, "__wrapped__") and hasattr(experts, "config")
+        layout = [getattr(experts, k, None) for k in ("is_concatenated", "is_transposed", "has_bias", "has_gate")]
+        if not dispatched or layout != [True, False, False, True]:
+            raise UnsupportedModelError("its experts are of another layout", where=where, expected="transformers' experts interface: gate and up "
+                                        "concatenated, not transposed, without bias", do="use a supported family")
+
+    def check_free(self) -> None:
+        where = type(self.model).__name__
+        if any(b.mlp.experts in _SERVED for b in self.blocks):
+            raise SessionError("a session is attached to this model already", where=where, do="detach it first")
+        if any(p.is_meta for p in self.base.parameters()):
+            raise SessionError("the model's weights are not in memory", where=where, expected="weights",
+                               do="load the model without offloading; if it is a copy of an attached model, copy it after detach")
 
     def _gate(self, block: nn.Module) -> GateSpec:
         gate, norm = block.mlp.gate, block.post_attention_layernorm
@@ -87,57 +128,87 @@ class TransformersModel:
         return {"gate_up": experts.gate_up_proj.detach()[expert], "down": experts.down_proj.detach()[expert]}
 
     def release(self) -> None:
+        def refuse(module: nn.Module, *args: Any) -> None:
+            raise SessionError("the experts of an attached model are not in memory", where=type(module).__name__,
+                               do="detach before you save or load weights")
+
+        pairs = [(b.mlp.experts, name) for b in self.blocks for name in NAMES]
+        # Shapes first: two layers may share a parameter.
+        self._originals = [_Original(m, n, p := getattr(m, n), p.shape, p.stride(), p.device, p.is_inference()) for m, n in pairs]
         for block in self.blocks:
-            module = block.mlp.experts
-            for name in ("gate_up_proj", "down_proj"):
-                original = getattr(module, name)
-                self._originals.append((module, name, original, original.shape, original.stride()))
-                # On `meta`, so that saving or moving the model now fails loudly instead of writing nothing.
-                setattr(module, name, nn.Parameter(torch.empty_like(original, device="meta"), requires_grad=original.requires_grad))
-                original.data = torch.empty(0, dtype=original.dtype)
+            self._refusals.append(block.mlp.experts.register_state_dict_pre_hook(refuse))
+            self._refusals.append(block.mlp.experts.register_load_state_dict_pre_hook(refuse))
+        with torch.inference_mode(False):
+            for o in self._originals:
+                p = o.parameter
+                # On `meta`, so that using or moving the model's own weights fails loudly.
+                setattr(o.module, o.name, nn.Parameter(torch.empty(o.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad))
+            for o in self._originals:
+                o.parameter.data = torch.empty(0, dtype=o.parameter.dtype, device=o.device)
 
     def restore(self, read: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
-        fresh = [torch.empty_strided(shape, stride, dtype=p.dtype) for _, _, p, shape, stride in self._originals]
-        for layer in range(self.num_layers):
-            for expert in range(self.num_experts):
-                parts = read(layer, expert)
-                fresh[2 * layer][expert].copy_(parts["gate_up"])
-                fresh[2 * layer + 1][expert].copy_(parts["down"])
-        for (module, name, original, _, _), data in zip(self._originals, fresh, strict=True):
-            original.data = data
-            setattr(module, name, original)
-        self._originals = []
+        if not self._originals:
+            return
+        with torch.inference_mode(False):
+            # All or nothing: until every record is read the parameters stay as they are.
+            fresh = [torch.empty_strided(o.shape, o.stride, dtype=o.parameter.dtype, device=o.device) for o in self._originals]
+            for layer in range(self.num_layers):
+                for expert in range(self.num_experts):
+                    parts = read(layer, expert)
+                    fresh[2 * layer][expert].copy_(parts["gate_up"])
+                    fresh[2 * layer + 1][expert].copy_(parts["down"])
+            for o, data in zip(self._originals, fresh, strict=True):
+                stand_in = getattr(o.module, o.name)
+                if stand_in.dtype != o.parameter.dtype:
+                    log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__, stand_in.dtype,
+                                o.parameter.dtype)
+                o.parameter.data = data
+                o.parameter.requires_grad_(stand_in.requires_grad)
+                setattr(o.module, o.name, o.parameter)
+        for handle in self._refusals:
+            handle.remove()
+        self._originals, self._refusals = [], []
 
     # taps -----------------------------------------------------------------------------------------------------------
     def _hook(self, taps: Taps, kv: KVConfig | None) -> list[torch.utils.hooks.RemovableHandle]:
         """Forward hooks that call `taps`; with `kv`, new caches get our layers."""
-        handles, entered = [], [False]
+        handles, thread = [], threading.local()
 
+        # Hooks are copied by deepcopy: each asks whether it still runs on its own module.
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if module is not self.base:
+                return None
+            # One entry per call of the model on this thread, innermost last: whether `step_begin` let it in.
+            calls = thread.__dict__.setdefault("calls", [])
+            calls.append(False)
             tokens = args[0] if args else kwargs.get("input_ids")
             tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-            taps.step_begin(tokens.shape[0], tokens.shape[0] * tokens.shape[1])
-            entered[0] = True
+            # Without either, the model has its own words for it.
+            batch, length = (0, 0) if tokens is None else tokens.shape[:2]
+            taps.step_begin(batch, batch * length)
+            calls[-1] = True
             return (args, self._with_cache(kwargs, kv)) if kv is not None else None
 
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Called after an exception too, also one from `step_begin` itself: then no step is open.
-            if entered[0]:
-                entered[0] = False
+            if module is self.base and (calls := thread.__dict__.get("calls")) and calls.pop():
                 taps.step_end()
 
-        def tap(call: Callable[[int, torch.Tensor], None], layer: int) -> Callable[..., None]:
+        def tap(call: Callable[[int, torch.Tensor], None], layer: int, owner: nn.Module) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                hidden = args[0] if args else kwargs["hidden_states"]
-                call(layer, hidden.detach().reshape(-1, hidden.shape[-1]))
+                if module is owner:
+                    hidden = args[0] if args else kwargs["hidden_states"]
+                    call(layer, hidden.detach().reshape(-1, hidden.shape[-1]))
 
             return hook
 
-        handles.append(self.base.register_forward_pre_hook(begin, with_kwargs=True))
+        # First of all, so that `end` never answers for a call that another hook refused.
+        handles.append(self.base.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
         handles.append(self.base.register_forward_hook(end, always_call=True))
         for layer, block in enumerate(self.blocks):
-            handles.append(block.register_forward_pre_hook(tap(taps.residual, layer), with_kwargs=True))
-            handles.append(block.post_attention_layernorm.register_forward_pre_hook(tap(taps.moe_input, layer), with_kwargs=True))
+            norm = block.post_attention_layernorm
+            handles.append(block.register_forward_pre_hook(tap(taps.residual, layer, block), with_kwargs=True))
+            handles.append(norm.register_forward_pre_hook(tap(taps.moe_input, layer, norm), with_kwargs=True))
         return handles
 
     def _with_cache(self, kwargs: dict[str, Any], kv: KVConfig) -> dict[str, Any]:
@@ -156,26 +227,28 @@ class TransformersModel:
         return kwargs
 
     def install(self, taps: ExpertTaps, kv: KVConfig) -> Callable[[], None]:
-        if any(b.mlp.experts in _SERVED for b in self.blocks):
-            raise SessionError("a session is attached to this model already", where=type(self.model).__name__, do="detach it first")
-        before = self.model.config._experts_implementation
-        handles = self._hook(taps, kv)
-        try:
-            self.model.set_experts_implementation(IMPLEMENTATION)
-            for layer, block in enumerate(self.blocks):
-                _SERVED[block.mlp.experts] = _Served(taps, layer)
-        except BaseException:
-            for handle in handles:
-                handle.remove()
-            raise
+        handles: list[torch.utils.hooks.RemovableHandle] = []
+        configs = [(b.mlp.experts, b.mlp.experts.config) for b in self.blocks]
 
         def undo() -> None:
             for handle in handles:
                 handle.remove()
-            for block in self.blocks:
-                _SERVED.pop(block.mlp.experts, None)
-            self.model.set_experts_implementation(before)
+            for experts, config in configs:
+                _SERVED.pop(experts, None)
+                experts.config = config
 
+        with _SERVED_LOCK:
+            self.check_free()
+            try:
+                handles += self._hook(taps, kv)
+                for layer, (experts, config) in enumerate(configs):
+                    # A copy for these modules alone: the model's own config may be shared with another model, and may be saved.
+                    experts.config = copy.copy(config)
+                    experts.config._experts_implementation = IMPLEMENTATION
+                    _SERVED[experts] = _Served(taps, layer)
+            except BaseException:
+                undo()
+                raise
         return undo
 
     @contextlib.contextmanager
@@ -185,7 +258,8 @@ class TransformersModel:
 
         def routed(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-                listener.routed(layer, output[0].detach(), output[2].detach())
+                if module is self.blocks[layer].mlp.gate:
+                    listener.routed(layer, output[0].detach(), output[2].detach())
 
             return hook
 

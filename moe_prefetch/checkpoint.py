@@ -5,26 +5,26 @@ the folder; a reader sees the old artefact or the new one, never a mixture. Form
 """
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
+import stat
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
-from .errors import ArtefactError
+from .errors import ArtefactError, DeadlineError
 from .runtime import REAL, Runtime
 
 MAX_JSON = 64 << 20
 MAX_HEADER = 100 << 20
-FILE_MODE = 0o644  # a temporary file is born private; an artefact is for whoever may read its folder
 
 
 def contained(root: Path, name: str) -> Path:
@@ -41,28 +41,49 @@ def contained(root: Path, name: str) -> Path:
     return path
 
 
+def _open_regular(path: Path) -> BinaryIO:
+    """Open for reading. Raises ArtefactError for anything but a regular file: opening a pipe would wait, a device never ends."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        except BaseException:
+            os.close(fd)
+            raise
+    except (OSError, ValueError) as e:
+        raise ArtefactError(f"can't be read: {getattr(e, 'strerror', None) or e}", where=str(path), do="check the path and its permissions") from e
+    if not regular:
+        os.close(fd)
+        raise ArtefactError("is no regular file", where=str(path), expected="a file", do="check the path")
+    return os.fdopen(fd, "rb")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) != len(dict(pairs)):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
 
 
 def read_json(path: Path, *, cap: int = MAX_JSON) -> Any:
-    """Parse a JSON file of at most `cap` bytes. Raises ArtefactError (missing, too large, not JSON, NaN or Infinity)."""
+    """Parse a JSON file of at most `cap` bytes. Raises ArtefactError (missing, too large, not JSON, NaN or
+    Infinity, a key twice)."""
     path = Path(path)
-    try:
-        with open(path, "rb") as f:
-            data = f.read(cap + 1)
-    except OSError as e:
-        raise ArtefactError(f"can't be read: {e.strerror}", where=str(path), do="check the path and its permissions") from e
+    with _open_regular(path) as f:
+        data = f.read(cap + 1)
     if len(data) > cap:
         raise ArtefactError(f"larger than {cap} bytes", where=str(path), expected="a small JSON file", do="check that this is the right file")
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as e:
         raise ArtefactError(f"not valid JSON: {e}", where=str(path), expected="UTF-8 JSON", do="make the artefact again") from e
 
 
 def sha256_file(path: Path) -> str:
-    with open(path, "rb") as f:
+    with _open_regular(Path(path)) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
@@ -86,17 +107,17 @@ def atomic_file(path: Path, runtime: Runtime = REAL) -> Iterator[BinaryIO]:
     """Write `path` through a temporary file in its folder; it appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    tmp = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        os.fchmod(fd, FILE_MODE)
-        with os.fdopen(fd, "wb") as f:
+        # Not mkstemp: its files can be read by nobody else, whatever the user's umask says.
+        with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "wb") as f:
             yield f
             f.flush()
             runtime.fsync(f.fileno())
-        runtime.replace(Path(tmp), path)
+        runtime.replace(tmp, path)
         sync_folder(path.parent, runtime)
     except BaseException:
-        Path(tmp).unlink(missing_ok=True)
+        tmp.unlink(missing_ok=True)
         raise
 
 
@@ -106,6 +127,34 @@ def sync_folder(folder: Path, runtime: Runtime = REAL) -> None:
         runtime.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def exclusive(folder: Path, runtime: Runtime = REAL, *, wait_s: float = 600.0) -> Iterator[None]:
+    """Hold a folder's advisory lock, so that two processes never build in it at once. Raises DeadlineError after `wait_s`.
+
+    The system gives the lock back when its holder ends in any way. Drives without such locks (some network drives) go unguarded.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        end = runtime.now() + wait_s
+        while not _locked(fd, runtime):
+            if runtime.now() > end:
+                raise DeadlineError(f"another process has worked in the folder for {wait_s:g} s", where=str(folder),
+                                    do="wait for it, or give each process a folder of its own")
+            runtime.sleep_until(min(runtime.now() + 0.05, end))
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, runtime: Runtime) -> bool:
+    try:
+        return runtime.try_lock(fd)
+    except OSError as e:
+        if e.errno in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            return True
+        raise
 
 
 def write_text(path: Path, text: str, runtime: Runtime = REAL) -> None:
@@ -120,43 +169,30 @@ def write_json(path: Path, value: Any, runtime: Runtime = REAL) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] | None = None, runtime: Runtime = REAL) -> None:
     """Atomic safetensors file."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.fchmod(fd, FILE_MODE)
-    os.close(fd)
-    try:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp, metadata=dict(meta or {}))
-        fd = os.open(tmp, os.O_RDONLY)
-        try:
-            runtime.fsync(fd)
-        finally:
-            os.close(fd)
-        runtime.replace(Path(tmp), path)
-        sync_folder(path.parent, runtime)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
+    data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=dict(meta or {}))
+    with atomic_file(path, runtime) as f:
+        runtime.write(f.fileno(), data)
 
 
 def load_tensors(path: Path, *, sha256: str | None = None, cap: int | None = None) -> dict[str, torch.Tensor]:
-    """Read a safetensors file; with `sha256` its bytes are checked first. Raises ArtefactError naming the file."""
+    """Read a safetensors file; with `sha256` its bytes are checked first. Raises ArtefactError naming the file.
+
+    The file is read once, so what was checked is what is used, and nobody can cut it short under a memory map.
+    """
     path = Path(path)
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as f:
-            head = f.read(8)
-    except OSError as e:
-        raise ArtefactError(f"can't be read: {e.strerror}", where=str(path), do="check the path and its permissions") from e
-    if cap is not None and size > cap:
-        raise ArtefactError(f"{size} bytes, more than the {cap} expected here", where=str(path), do="check that this is the right file")
-    if len(head) < 8 or struct.unpack("<Q", head)[0] > min(MAX_HEADER, size):
-        raise ArtefactError("not a safetensors file, or truncated", where=str(path), expected="a header length within the file",
-                            do="make or fetch the file again")
-    if sha256 is not None and sha256_file(path) != sha256:
+    with _open_regular(path) as f:
+        size = os.fstat(f.fileno()).st_size
+        if cap is not None and size > cap:
+            raise ArtefactError(f"{size} bytes, more than the {cap} expected here", where=str(path), do="check that this is the right file")
+        head = f.read(8)
+        if len(head) < 8 or struct.unpack("<Q", head)[0] > min(MAX_HEADER, size):
+            raise ArtefactError("not a safetensors file, or truncated", where=str(path), expected="a header length within the file",
+                                do="make or fetch the file again")
+        data = head + f.read(size - 8)
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise ArtefactError("its bytes differ from what the manifest says", where=str(path), expected=f"sha256 {sha256[:16]}…",
                             do="the file was altered or cut short: make or fetch it again")
     try:
-        return load_file(path)
-    except (SafetensorError, ValueError, OSError) as e:
+        return load(data)
+    except Exception as e:  # safetensors raises its own error, KeyError (a dtype torch lacks), ValueError, RuntimeError
         raise ArtefactError(f"not a valid safetensors file: {e}", where=str(path), do="make or fetch the file again") from e

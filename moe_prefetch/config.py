@@ -223,18 +223,19 @@ def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
     return config
 
 
-def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int) -> int:
-    """How many expert slots each layer gets. Raises BudgetError for a budget that holds none, or more than there are."""
+def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int, reserve: int = 0) -> int:
+    """How many expert slots each layer gets; a size also pays for `reserve` records outside slots. Raises BudgetError for a budget that
+    holds none, or more than there are."""
     value = experts.resident
     if isinstance(value, int):
         slots = value
     elif value.strip().endswith("%"):
         slots = int(num_experts * float(value.strip()[:-1]) / 100 + 1e-9)
     else:
-        slots = min(parse_bytes(value) // (record_bytes * num_layers), num_experts)
+        slots = min((parse_bytes(value) // record_bytes - reserve) // num_layers, num_experts)
     if slots < 1:
         raise BudgetError(f"experts.resident = {value} holds no expert of a layer", where=f"{num_experts} experts, {record_bytes} bytes each",
-                          expected=f"at least one slot per layer: {num_layers * record_bytes} bytes in all", do="raise experts.resident")
+                          expected=f"at least one slot per layer: {(num_layers + reserve) * record_bytes} bytes in all", do="raise experts.resident")
     if slots > num_experts:
         raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
                           expected=f"1 to {num_experts} slots", do="lower experts.resident, or write 100%")

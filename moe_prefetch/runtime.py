@@ -5,6 +5,7 @@ corrupts the Nth call (`tests/faults/`). Deciding code never sees it.
 """
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -33,12 +34,21 @@ class Runtime:
 
     # memory --------------------------------------------------------------------------------------------------------
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Zeroed uint8 tensor of `nbytes`, aligned to ALIGN bytes, on the CPU. Raises MemoryError as torch does."""
-        raw = torch.zeros(nbytes + ALIGN, dtype=torch.uint8)
-        start = -raw.data_ptr() % ALIGN
-        return raw[start : start + nbytes]
+        """Zeroed uint8 tensor of `nbytes`, aligned to ALIGN bytes, on the CPU. Raises MemoryError."""
+        # Whatever mode and default device the caller is in, this memory outlives them.
+        with torch.inference_mode(False):
+            try:
+                raw = torch.zeros(nbytes + ALIGN, dtype=torch.uint8, device="cpu")
+            except RuntimeError as e:
+                raise MemoryError(str(e)) from e
+            start = -raw.data_ptr() % ALIGN
+            return raw[start : start + nbytes]
 
-    # threads -------------------------------------------------------------------------------------------------------
+    # processes and threads -----------------------------------------------------------------------------------------
+    def process(self) -> int:
+        """Number of this process; another one after a fork."""
+        return os.getpid()
+
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
@@ -46,7 +56,25 @@ class Runtime:
 
     # disk ----------------------------------------------------------------------------------------------------------
     def open_read(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK: a pipe put in the file's place is refused by its size, not waited for.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def free_bytes(self, folder: Path) -> int:
+        """Bytes that this user may still write on the folder's drive."""
+        stat = os.statvfs(folder)
+        return stat.f_bavail * stat.f_frsize
+
+    def writable(self, folder: Path) -> bool:
+        """Whether files can be made in an existing folder."""
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+    def try_lock(self, fd: int) -> bool:
+        """Take the exclusive advisory lock of an open file or folder, given back when it is closed; False while another holds it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self, fd: int) -> None:
         os.close(fd)

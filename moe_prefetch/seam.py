@@ -61,14 +61,21 @@ class HostModel(Protocol):
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """`gate_up` [2 F, D] and `down` [D, F] of one expert: views of the model's own memory."""
 
+    def check_free(self) -> None:
+        """Raises SessionError when a session is attached already or the weights are not in memory."""
+
     def release(self) -> None:
-        """Give the experts' memory back; `tensors` is not called until `restore`."""
+        """Give the experts' memory back, and refuse to save or load them; `tensors` is not called until `restore`.
+
+        When it is interrupted, `restore` mends what was done.
+        """
 
     def restore(self, read: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
         """Put weights back into the same parameters; `read(layer, expert)` gives an expert's parts, valid until the next call."""
 
     def install(self, taps: ExpertTaps, kv: KVConfig) -> Callable[[], None]:
-        """Call `taps` from now on, and give new caches the KV format; the returned function undoes it all."""
+        """Call `taps` from now on, and give new caches the KV format; the returned function undoes it all; calling it again
+        does nothing."""
 
     def observe(self, listener: Listener) -> AbstractContextManager[None]:
         """Call `listener` while the context is open."""

@@ -4,33 +4,35 @@ The probe forecasts, the planner plans, the mover moves, the router decides, com
 """
 from __future__ import annotations
 
+import difflib
 import logging
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from . import config as config_module
 from .config import Config
-from .errors import SessionError
+from .errors import BudgetError, ConfigError, SessionError, UnsupportedModelError
 from .experts.compute import LocalCompute, SlotCompute
 from .experts.ledger import Ledger
-from .experts.mover import Drive, Mover
-from .experts.planner import POLICIES, Budget, cancellable
+from .experts.mover import Drive, Mover, bounce_buffers
+from .experts.planner import POLICIES, Budget, Policy, cancellable
 from .experts.slots import SlotTable
-from .experts.store import DiskStore, LocalStore
+from .experts.store import DiskStore, LocalStore, RecordLayout
 from .metrics import Metrics
 from .observe.report import Report, session_report
-from .probes.forecast import Forecaster, ProbeForecaster
+from .probes.forecast import Forecaster, ProbeForecaster, checked
 from .probes.probe import RoutingProbe
 from .runtime import REAL, Runtime
 from .seam import HostModel, open_model
-from .types import Demand, Forecast
+from .types import Demand, Forecast, Settlement
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,13 @@ def attach(model: Any, config: Config | dict[str, Any] | str | Path | None = Non
     plan        overrides experts.plan; also takes "oracle", which has no use outside a measurement
     progress    called with (records written, of) while the record file is made
 
-    Raises ConfigError, BudgetError, UnsupportedModelError, ProbeMismatchError, ArtefactError: all before the model is touched.
+    Raises ConfigError, BudgetError, UnsupportedModelError, SessionError, ProbeMismatchError, ArtefactError: all before the model is
+    touched.
     """
-    return Session(open_model(model), config_module.load(config), forecaster, plan, runtime, progress)
+    try:
+        return Session(open_model(model), config_module.load(config), forecaster, plan, runtime, progress)
+    except MemoryError as e:
+        raise BudgetError(f"memory for the slots can't be had: {e}", where="experts.resident", do="lower experts.resident") from e
 
 
 class Session:
@@ -57,20 +63,22 @@ class Session:
 
     def __init__(self, host: HostModel, config: Config, forecaster: Forecaster | None, plan: str | None, runtime: Runtime,
                  progress: Callable[[int, int], None] | None) -> None:
+        host.check_free()
         self.config, self.metrics = config, Metrics()
         self.num_layers, self.num_experts = host.num_layers, host.num_experts
         self.demands: list[Demand] | None = None
         self._host, self._runtime = host, runtime
-        self._step, self._kind, self._in_step = 0, "prefill", threading.Lock()
+        self._step, self._kind = 0, "prefill"
+        # The pass under way: its thread, and a frame that is on that thread's stack as long as it lasts.
+        self._pass: tuple[int, FrameType] | None = None
+        self._pass_lock = threading.Lock()
         self._undo: Callable[[], None] | None = None
         self._mover: Mover | None = None
-        self._temporary: Path | None = None
         self._clock = [0.0, 0.0]  # last tap, mean seconds from layer to layer
-        self._forecaster = forecaster or self._probe(plan or config.experts.plan)
-        name = plan or config.experts.plan
-        self.policy = POLICIES["probe" if name == "auto" and config.probe.path else "stale" if name == "auto" else name]
+        self.policy = _policy(config, plan, forecaster)
+        self._forecaster = forecaster or self._probe()
         if config.experts.home == "local":
-            store = LocalStore(host)
+            store = LocalStore(host, runtime)
             self.ledger = Ledger(host.num_layers, store.layout.nbytes)
             self._compute: LocalCompute | SlotCompute = LocalCompute(store, self.ledger, self._note)
             self.num_slots = host.num_experts
@@ -81,53 +89,80 @@ class Session:
             if self._mover:
                 host.release()
         except BaseException:
-            self._abandon()
+            try:
+                if self._mover:
+                    self._restore(self._mover)
+            finally:
+                self._close()
             raise
 
     # set-up ---------------------------------------------------------------------------------------------------------
-    def _probe(self, plan: str) -> Forecaster | None:
-        if self.config.experts.home == "local" or plan in ("lru", "recent"):
+    def _probe(self) -> Forecaster | None:
+        path = self.config.probe.path
+        if self.config.experts.home == "local" or not self.policy.forecasts:
             return None
-        if self.config.probe.path is not None and plan != "stale":
-            return ProbeForecaster(RoutingProbe.from_pretrained(self.config.probe.path, self._host.gates))
-        if plan == "auto":
-            log.info("no probe.path given: forecasts come from each layer's own gate, unfitted")
+        if path is not None and self.policy.name == "probe":
+            return ProbeForecaster(RoutingProbe.from_pretrained(path, self._host.gates))
+        log.info("forecasts come from each layer's own gate, unfitted")
         return ProbeForecaster(RoutingProbe(self._host.gates))
 
     def _start_mover(self, progress: Callable[[int, int], None] | None) -> None:
         host, experts, runtime = self._host, self.config.experts, self._runtime
-        record_bytes = LocalStore(host).layout.nbytes
+        tensors = host.tensors(0, 0)
+        if devices := {t.device.type for t in tensors.values()} - {"cpu"}:
+            raise UnsupportedModelError(f"its experts are on {', '.join(devices)}", where="experts.home: disk", expected="weights on the CPU",
+                                        do="load the model on the CPU, or use home: local")
         # The budget is checked before a byte is written.
-        self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts, record_bytes=record_bytes)
-        folder = experts.path
-        if folder is None:
-            folder = self._temporary = Path(tempfile.mkdtemp(prefix="moe_prefetch-"))
+        self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
+                                                       record_bytes=RecordLayout.of(tensors).nbytes, reserve=bounce_buffers(experts.threads))
+        folder = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-"))
         try:
-            if (folder / "manifest.json").exists():
-                store = DiskStore.open(folder, host, runtime)
-                if not store.matches(host):
-                    store.close()
-                    log.warning("the record file in %s holds other weights than the model: it is written again", folder)
-                    store = DiskStore.create(folder, host, runtime, progress)
-            else:
-                store = DiskStore.create(folder, host, runtime, progress)
+            store = DiskStore.obtain(folder, host, runtime, progress)
+            try:
+                if experts.path is None:
+                    # The open file is enough; without a name it can't outlive this process, however that ends.
+                    store.unlink()
+                self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
+                self.ledger = Ledger(host.num_layers, store.layout.nbytes)
+                drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
+                self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
+            except BaseException:
+                store.close()
+                raise
         except BaseException:
-            self._remove_temporary()
+            if experts.path is None:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
-        self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
-        self.ledger = Ledger(host.num_layers, store.layout.nbytes)
-        drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
-        self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
-        keep = self._forecaster.keep if self._forecaster else lambda layer, step: ()
-        self._compute = SlotCompute(self._mover, self.policy, self.ledger, runtime, self._note, keep)
+        self._compute = SlotCompute(self._mover, self.policy, self.ledger, runtime, self._note, self._keep)
 
     # taps (called by the host) --------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:
-        if not self._in_step.acquire(blocking=False):
-            raise SessionError("a second forward pass began before the first ended", where=f"step {self._step}",
-                               expected="one pass at a time per session", do="serialise the calls, or attach one model per thread")
+        if self._mover is not None:
+            self._mover.check_usable()
+        with self._pass_lock:
+            if self._in_pass():
+                raise SessionError("a second forward pass began before the first ended", where=f"step {self._step}",
+                                   expected="one pass at a time per session", do="serialise the calls, or attach one model per thread")
+            abandoned = self._pass is not None
+            # The caller of the host's hook: it runs the whole pass.
+            self._pass = threading.get_ident(), sys._getframe(3)
+        if abandoned and self._mover is not None:
+            self._mover.reset()
         self._kind = "decode" if tokens <= batch else "prefill"
         self._clock[0] = self._runtime.now()
+
+    def _in_pass(self) -> bool:
+        """Whether a pass is under way. One that Ctrl-C ended never said so (torch tells hooks of an Exception only): it left the stack."""
+        if self._pass is None:
+            return False
+        thread, started = self._pass
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame is not started:
+            frame = frame.f_back
+        return frame is not None
+
+    def _owns_pass(self) -> bool:
+        return self._pass is not None and self._pass[0] == threading.get_ident()
 
     def residual(self, layer: int, hidden_TD: torch.Tensor) -> None:
         """Horizon 0 has no use while records come from a drive: the attention in between is shorter than a read."""
@@ -136,7 +171,7 @@ class Session:
         now = self._runtime.now()
         last, mean = self._clock
         self._clock = [now, mean + ((now - last) - mean) / 8]
-        if self._mover is None:
+        if self._mover is None or not self._owns_pass():
             return
         if layer + PLAN_HORIZON < self.num_layers:
             probs = self._forecast(layer + PLAN_HORIZON, PLAN_HORIZON, hidden_TD)
@@ -154,27 +189,35 @@ class Session:
 
     def experts(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
                 act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        if self._mover is not None and not self._owns_pass():
+            raise SessionError("experts were called outside a forward pass of the model", where=f"layer {layer}",
+                               expected="a call of the model", do="call the model itself, or detach first")
         return self._compute.run(layer, self._step, self._kind, hidden_TD, ids_TK, weights_TK, act)
 
     def step_end(self) -> None:
+        if not self._owns_pass():
+            return
         try:
             self._step += 1
-            if self._mover is not None and self._undo is not None:
+            if self._mover is not None:
                 for layer in range(min(PLAN_HORIZON, self.num_layers)):
                     probs = self._forecaster.next_step(layer, self._step) if self._forecaster else ()
-                    self._plan(Forecast(layer, self._step, PLAN_HORIZON, probs))
+                    self._plan(Forecast(layer, self._step, PLAN_HORIZON, checked(probs, self.num_experts, self._forecaster)))
         finally:
-            self._in_step.release()
+            self._pass = None
 
     # inside ---------------------------------------------------------------------------------------------------------
     def _forecast(self, layer: int, horizon: int, hidden_TD: torch.Tensor) -> tuple[int, ...]:
         if self._forecaster is None or not self.policy.forecasts:
             return ()
-        return self._forecaster.forecast(layer, self._step, horizon, hidden_TD)
+        return checked(self._forecaster.forecast(layer, self._step, horizon, hidden_TD), self.num_experts, self._forecaster)
+
+    def _keep(self, layer: int, step: int) -> tuple[int, ...]:
+        return checked(self._forecaster.keep(layer, step), self.num_experts, self._forecaster) if self._forecaster else ()
 
     def _plan(self, forecast: Forecast) -> None:
         assert self._mover is not None
-        keep = self._forecaster.keep(forecast.layer, forecast.step) if self._forecaster else ()
+        keep = self._keep(forecast.layer, forecast.step)
         with self._mover.lock:
             self._mover.prefetch(self.policy.plan(self.table.view(forecast.layer), forecast, self._budget(), keep))
 
@@ -206,51 +249,85 @@ class Session:
         return session_report(self)
 
     def wait_idle(self) -> None:
-        """Cancel fetches that have not started and wait for the others. Raises DeadlineError."""
-        if self._mover:
-            with self._mover.lock:
-                self._mover.drain()
+        """Cancel fetches that have not started, wait for the others, and settle them. Raises DeadlineError."""
+        if self._mover is None:
+            return
+        self._mover.check_usable()
+        with self._mover.lock:
+            self._mover.drain()
+        self._settle_rest(self._mover)
+
+    def _settle_rest(self, mover: Mover) -> None:
+        """Book what moved since each layer's last demand, so that the ledger's bytes are the drive's."""
+        for layer in range(self.num_layers):
+            moved, wasted, cancelled = mover.take_counts(layer)
+            if moved or wasted or cancelled:
+                self.ledger.settle(Settlement(layer, self._step, 0, 0, 0, wasted, cancelled, moved * self.ledger.record_bytes, 0.0), self._kind)
 
     # the end --------------------------------------------------------------------------------------------------------
     def detach(self) -> None:
         """Weights back into the same parameters, hooks gone, memory and files back. Calling it again does nothing.
 
-        Raises ArtefactError or OSError when a record can't be read back; then nothing is lost: the session stays attached, and
-        `detach` may be called again.
+        Raises ArtefactError when a record can't be read back, DeadlineError when the drive hangs; then nothing is lost: the session stays
+        attached, and `detach` may be called again.
         """
         if self._undo is None:
             return
-        if self._in_step.locked():
+        if self._in_pass():
             raise SessionError("detach was called inside a forward pass", do="let the pass end first")
-        if self._mover:
-            self.wait_idle()
-            store = self._mover.store
-            buffer = self._runtime.allocate(store.layout.nbytes)
+        mover = self._mover
+        if mover is not None:
+            if not mover.forked:
+                if self._pass is not None:
+                    mover.reset()
+                    self._pass = None
+                self.wait_idle()
+                with mover.lock:
+                    mover.drop_slots()
+                self._settle_rest(mover)
+            self._restore(mover)
+        self._close()
 
-            def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
-                store.read_into(layer, expert, buffer)
-                return store.layout.views(buffer)
+    def _restore(self, mover: Mover) -> None:
+        buffer = mover.scratch()
 
-            self._host.restore(read)
-        self._abandon()
+        def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
+            mover.store.read_into(layer, expert, buffer)
+            return mover.store.layout.views(buffer)
 
-    def _abandon(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo:
-            undo()
-        if self._mover:
-            mover, self._mover = self._mover, None
-            mover.close()
-            mover.store.close()
-        self._remove_temporary()
+        self._host.restore(read)
 
-    def _remove_temporary(self) -> None:
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
+    def _close(self) -> None:
+        # Each part may be repeated: an interrupt in here leaves a session that `detach` ends.
+        if self._undo is not None:
+            self._undo()
+        if self._mover is not None:
+            self._mover.close()
+            self._mover.store.close()
+            self._mover = None
+        self._undo = None
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.detach()
+
+
+def _policy(config: Config, plan: str | None, forecaster: Forecaster | None) -> Policy:
+    """The policy that will run under the name asked for. Raises ConfigError where another one would have to stand in for it."""
+    name = config.experts.plan if plan is None else plan
+    if name not in ("auto", *POLICIES):
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        raise ConfigError(f"there is no plan {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where="plan",
+                          expected=", ".join(("auto", *POLICIES)), do="name one of them")
+    if config.experts.home == "local" and (plan not in (None, "auto") or forecaster is not None):
+        raise ConfigError("a plan or forecaster was given, but experts.home is local: nothing moves", where="attach",
+                          do="set experts.home: disk, or drop them")
+    if forecaster is None and (name == "oracle" or (name == "probe" and config.probe.path is None)):
+        raise ConfigError(f"plan {name} was asked for without its source", where="plan",
+                          expected="a forecaster that knows the future" if name == "oracle" else "probe.path, a fitted probe",
+                          do="give it, or use plan: stale (the unfitted gate)")
+    if name == "auto":
+        name = "probe" if config.probe.path is not None else "stale"
+    return POLICIES[name]

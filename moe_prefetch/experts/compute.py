@@ -5,20 +5,19 @@ from memory of the same alignment. So every plan, forecast and home gives the sa
 """
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from ..errors import IntegrityError, SessionError
+from ..errors import IntegrityError, SessionError, ShapeError
 from ..kernels.expert_mlp.naive import Activation, accumulate, tokens_of
 from ..runtime import Runtime
 from ..types import Demand, Lease, Settlement
 from .ledger import Ledger
-from .mover import Job, JobState, Mover
+from .mover import Job, Mover
 from .planner import Policy
-from .store import LocalStore
+from .store import LocalStore, RecordLayout
 
 
 def demand_of(layer: int, step: int, ids_TK: torch.Tensor, num_experts: int) -> Demand:
@@ -36,10 +35,14 @@ def demand_of(layer: int, step: int, ids_TK: torch.Tensor, num_experts: int) -> 
     return Demand(layer, step, tuple(e for e, _ in pairs), tuple(n for _, n in pairs))
 
 
-def _check(hidden_TD: torch.Tensor) -> None:
+def _check(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
+    """Raises SessionError, ShapeError."""
     if torch.is_grad_enabled() and hidden_TD.requires_grad:
         raise SessionError("an attached model serves inference only", where="experts", expected="torch.no_grad() or torch.inference_mode()",
                            do="detach to train")
+    if str(hidden_TD.dtype) != f"torch.{layout.parts[0].dtype}":
+        raise ShapeError(f"hidden states are {hidden_TD.dtype}, the experts {layout.parts[0].dtype}", where=f"layer {layer}",
+                         expected="one dtype", do="convert the model before it is attached; detach first if it is")
 
 
 class LocalCompute:
@@ -51,7 +54,7 @@ class LocalCompute:
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]."""
-        _check(hidden_TD)
+        _check(hidden_TD, self._store.layout, layer)
         demand = demand_of(layer, step, ids_TK, self._store.source.num_experts)
         out_TD = torch.zeros_like(hidden_TD)
         for e in demand.experts:
@@ -75,10 +78,9 @@ class SlotCompute:
 
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
-        """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]. Raises DeadlineError, ArtefactError, OSError."""
-        _check(hidden_TD)
+        """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]. Raises DeadlineError, ArtefactError."""
         mover = self._mover
-        mover.check_open()
+        _check(hidden_TD, mover.store.layout, layer)
         demand = demand_of(layer, step, ids_TK, mover.table.num_experts)
         out_TD = torch.zeros_like(hidden_TD)
         serving = _Serving(mover, self._policy, demand, self._keep_E(layer, step))
@@ -94,8 +96,8 @@ class SlotCompute:
         finally:
             serving.close()
         self._on_demand(demand)
-        moved, wasted = mover.take_counts(layer)
-        self._ledger.settle(Settlement(layer, step, serving.hit, serving.late, serving.miss, wasted, serving.cancelled,
+        moved, wasted, cancelled = mover.take_counts(layer)
+        self._ledger.settle(Settlement(layer, step, serving.hit, serving.late, serving.miss, wasted, cancelled,
                                        moved * mover.store.layout.nbytes, stall), kind)
         return out_TD
 
@@ -108,30 +110,36 @@ class _Serving:
         self._leases: dict[int, Lease] = {}
         self._jobs: dict[int, Job] = {}
         self._bounced: deque[int] = deque()
-        table, layer = mover.table, demand.layer
-        with mover.lock:
-            # The link now belongs to the demand: fetches for this layer that have not started would come after their use.
-            unstarted = mover.unstarted(layer)
-            for job in unstarted:
-                mover.cancel(job)
-            missing = []
-            for e in demand.experts:
-                if (lease := table.lease(layer, e, demand.step)) is not None:
-                    self._leases[e] = lease
-                elif (job := mover.filling(layer, e)) is not None:
-                    self._jobs[e] = job
-                else:
-                    missing.append(e)
-            self.hit, self.late, self.miss, self.cancelled = len(self._leases), len(self._jobs), len(missing), len(unstarted)
-            busy = {lease.slot for lease in self._leases.values()}
-            for e in missing:
-                slot = policy.admit(table.view(layer), e, frozenset(busy), keep_E)
-                if slot is None:
-                    self._bounced.append(e)
-                else:
-                    busy.add(slot)
-                    self._jobs[e] = mover.demand(layer, e, slot)
-            self._issue()
+        try:
+            with mover.lock:
+                self._begin(policy, keep_E)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, policy: Policy, keep_E: tuple[int, ...]) -> None:
+        mover, table, demand, layer = self._mover, self._mover.table, self._demand, self._demand.layer
+        # The link now belongs to the demand: fetches for this layer that have not started would come after their use.
+        for job in mover.unstarted(layer):
+            mover.cancel(job)
+        missing = []
+        for e in demand.experts:
+            if (lease := table.lease(layer, e, demand.step)) is not None:
+                self._leases[e] = lease
+            elif (job := mover.filling(layer, e)) is not None:
+                self._jobs[e] = job
+            else:
+                missing.append(e)
+        self.hit, self.late, self.miss = len(self._leases), len(self._jobs), len(missing)
+        busy = {lease.slot for lease in self._leases.values()}
+        for e in missing:
+            slot = policy.admit(table.view(layer), e, frozenset(busy), keep_E)
+            if slot is None:
+                self._bounced.append(e)
+            else:
+                busy.add(slot)
+                self._jobs[e] = mover.demand(layer, e, slot)
+        self._issue()
 
     def _issue(self) -> None:
         """Queue bounced reads, in ascending order, as far as there are buffers."""
@@ -168,12 +176,8 @@ class _Serving:
         with mover.lock:
             for lease in self._leases.values():
                 mover.table.release(lease)
-            self._bounced.clear()
             for job in self._jobs.values():
-                # Only after an error: a bounce buffer goes back once its read has ended, so that nobody writes into it later.
-                with contextlib.suppress(Exception):
-                    mover.wait(job)
-                if job.slot < 0 and job.state >= JobState.DONE:
-                    mover.free_bounce(job)
+                mover.abandon(job)
             self._leases, self._jobs = {}, {}
+            self._bounced.clear()
             mover.table.observe(self._demand)

@@ -38,6 +38,7 @@ class Job:
     generation: int
     buffer: torch.Tensor
     state: JobState = JobState.QUEUED
+    abandoned: bool = False  # nobody waits any more: the mover gives the bounce buffer back
     error: BaseException | None = field(default=None, repr=False)
 
     @property
@@ -72,15 +73,27 @@ class Mover:
         self.store, self.table, self.lock = store, table, threading.Condition()
         self._runtime, self._drive, self._deadline, self._poison = runtime, drive, deadline, poison
         self.buffers = [[runtime.allocate(store.layout.nbytes) for _ in range(table.num_slots)] for _ in range(table.num_layers)]
-        self._bounce = [runtime.allocate(store.layout.nbytes) for _ in range(threads + 1)]
+        self._all_bounce = [runtime.allocate(store.layout.nbytes) for _ in range(bounce_buffers(threads))]
+        self._bounce = [*self._all_bounce]
         self._urgent: deque[Job] = deque()
         self._ahead: deque[Job] = deque()
         self._filling: dict[tuple[int, int], Job] = {}
+        self._reading: set[Job] = set()
         self._closed = False
-        self._moved, self._wasted = [0] * table.num_layers, [0] * table.num_layers
+        self._moved, self._wasted, self._cancelled = ([0] * table.num_layers for _ in range(3))
         self.started = 0
         self.read_s = 0.0
-        self._threads = [runtime.start_thread(self._work, f"moe-prefetch-mover-{i}") for i in range(threads)]
+        self._process = runtime.process()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(threads):
+                self._threads.append(runtime.start_thread(self._work, f"moe-prefetch-mover-{i}"))
+        except BaseException as e:
+            self.close()
+            if isinstance(e, RuntimeError):
+                raise SessionError(f"mover thread {len(self._threads) + 1} of {threads} can't be started: {e}",
+                                   do="lower experts.threads, or raise the system's limit") from e
+            raise
 
     # under self.lock ------------------------------------------------------------------------------------------------
     def prefetch(self, plan: Plan) -> None:
@@ -102,11 +115,11 @@ class Mover:
         self.lock.notify_all()
         return job
 
-    def take_counts(self, layer: int) -> tuple[int, int]:
-        """(records that crossed the link, slots thrown out unread) of a layer since the last call."""
+    def take_counts(self, layer: int) -> tuple[int, int, int]:
+        """(records that crossed the link, slots thrown out unread, fetches cancelled) of a layer since the last call."""
         with self.lock:
-            counts = self._moved[layer], self._wasted[layer]
-            self._moved[layer] = self._wasted[layer] = 0
+            counts = self._moved[layer], self._wasted[layer], self._cancelled[layer]
+            self._moved[layer] = self._wasted[layer] = self._cancelled[layer] = 0
             return counts
 
     def _claim(self, layer: int, slot: int, expert: int, *, ahead: bool) -> Job:
@@ -130,15 +143,32 @@ class Mover:
     def cancel(self, job: Job) -> None:
         """Take back a fetch that has not started. Hold `lock`."""
         self._ahead.remove(job)
+        self._cancelled[job.layer] += 1
+        self._take_back(job)
+
+    def _take_back(self, job: Job) -> None:
         job.state = JobState.CANCELLED
-        del self._filling[job.layer, job.expert]
-        self.table.cancel(job.layer, job.slot, job.generation)
+        if job.slot < 0:
+            self.free_bounce(job)
+        else:
+            self._filling.pop((job.layer, job.expert), None)
+            self.table.cancel(job.layer, job.slot, job.generation)
 
     def free_bounce(self, job: Job) -> None:
         """Give back the bounce buffer of a finished job. Hold `lock`."""
         if self._poison:
             self._poison(job.buffer)
         self._bounce.append(job.buffer)
+
+    def abandon(self, job: Job) -> None:
+        """Nobody will wait for a demanded job any more (its layer failed). Never blocks. Hold `lock`."""
+        if job.state is JobState.QUEUED:
+            self._urgent.remove(job)
+            self._take_back(job)
+        elif job.slot < 0 and job.state is JobState.STARTED:
+            job.abandoned = True
+        elif job.slot < 0:
+            self.free_bounce(job)
 
     def wait(self, job: Job) -> None:
         """Block until a job has ended. Hold `lock` (it is released meanwhile). Raises its error, or DeadlineError."""
@@ -156,13 +186,39 @@ class Mover:
         """Cancel what has not started and wait for what has. Hold `lock`. Raises DeadlineError."""
         for job in list(self._ahead):
             self.cancel(job)
-        for job in [*self._filling.values()]:
-            try:
-                self.wait(job)
-            except DeadlineError:
-                raise
-            except Exception:  # noqa: S110  # a failed fetch has freed its slot; the reader that needs it will see its own error
-                pass
+        end = self._runtime.now() + self._deadline
+        while self._reading or self._urgent:
+            left = end - self._runtime.now()
+            if left <= 0:
+                job = next(iter(self._reading or self._urgent))
+                raise DeadlineError(f"a read did not end within {self._deadline:g} s", where=f"layer {job.layer}, expert {job.expert}",
+                                    expected="a drive that answers", do="check the drive, then try again")
+            self.lock.wait(left)
+
+    def reset(self) -> None:
+        """Forget every slot, lease and job, after an interrupt struck a pass anywhere at all; no reader may be alive.
+
+        Raises DeadlineError when a read hangs; then call again.
+        """
+        with self.lock:
+            for queue in (self._urgent, self._ahead):
+                for job in queue:
+                    job.state = JobState.CANCELLED
+                queue.clear()
+            # A thread still writes into the buffer of what it reads.
+            self.drain()
+            self._filling.clear()
+            self._bounce = [*self._all_bounce]
+            self.drop_slots()
+
+    def drop_slots(self) -> None:
+        """Empty all slots and count those that were fetched ahead in vain. Hold `lock`; nothing may be leased or under way."""
+        for layer, unread in enumerate(self.table.clear()):
+            self._wasted[layer] += unread
+
+    def scratch(self) -> torch.Tensor:
+        """A record's worth of memory that is free once `drain` has returned."""
+        return self._all_bounce[0]
 
     # threads --------------------------------------------------------------------------------------------------------
     def _work(self) -> None:
@@ -174,42 +230,61 @@ class Mover:
                     return
                 job = (self._urgent or self._ahead).popleft()
                 job.state = JobState.STARTED
+                self._reading.add(job)
                 self.started += 1
                 self._moved[job.layer] += 1
-            start = self._runtime.now()
+            seconds = 0.0
             try:
+                start = self._runtime.now()
                 self.store.read_into(job.layer, job.expert, job.buffer)
                 if self._drive:
                     self._runtime.sleep_until(self._drive.done_at(start, self.store.layout.nbytes))
+                seconds = self._runtime.now() - start
             except BaseException as e:  # noqa: BLE001  # handed to whoever waits for the job
                 job.error = e
             with self.lock:
-                self.read_s += self._runtime.now() - start
+                self._reading.discard(job)
+                self.read_s += seconds
                 if job.slot >= 0:
-                    del self._filling[job.layer, job.expert]
+                    self._filling.pop((job.layer, job.expert), None)
                     (self.table.cancel if job.error else self.table.publish)(job.layer, job.slot, job.generation)
                 job.state = JobState.FAILED if job.error else JobState.DONE
+                if job.abandoned:
+                    self.free_bounce(job)
                 self.lock.notify_all()
 
     def held_bytes(self) -> int:
         """Bytes of slots and bounce buffers."""
-        return self.store.layout.nbytes * (self.table.num_layers * self.table.num_slots + len(self._threads) + 1)
+        return self.store.layout.nbytes * (self.table.num_layers * self.table.num_slots + len(self._all_bounce))
 
     def close(self) -> None:
-        """Stop the threads; waits for reads under way. Raises DeadlineError when one hangs."""
-        with self.lock:
-            self._closed = True
-            self._urgent.clear()
-            self._ahead.clear()
-            self.lock.notify_all()
-        end = self._runtime.now() + self._deadline
-        for thread in self._threads:
-            thread.join(max(0.0, end - self._runtime.now()))
-        if any(t.is_alive() for t in self._threads):
-            raise DeadlineError(f"a mover thread did not stop within {self._deadline:g} s", where="closing the session",
-                                do="check the drive: a read hangs")
-        self.buffers, self._bounce = [], []
+        """Stop the threads and give the memory back; waits for reads under way. Raises DeadlineError when one hangs: call again."""
+        if not self.forked:
+            with self.lock:
+                self._closed = True
+                self._urgent.clear()
+                self._ahead.clear()
+                self.lock.notify_all()
+            end = self._runtime.now() + self._deadline
+            for thread in self._threads:
+                thread.join(max(0.0, end - self._runtime.now()))
+            if any(t.is_alive() for t in self._threads):
+                raise DeadlineError(f"a mover thread did not stop within {self._deadline:g} s", where="closing the session",
+                                    do="check the drive: a read hangs")
+        self.buffers, self._all_bounce, self._bounce = [], [], []
 
-    def check_open(self) -> None:
-        if self._closed:
-            raise SessionError("the session is closed", do="attach again")
+    @property
+    def forked(self) -> bool:
+        """Whether this is the child of the process that made the mover: no thread came along, and the lock may be held for ever."""
+        return self._runtime.process() != self._process
+
+    def check_usable(self) -> None:
+        """Raises SessionError."""
+        if self.forked:
+            raise SessionError("the process was forked while a session was attached", expected="attach in the process that computes",
+                               do="attach after the fork, or start workers with the spawn method")
+
+
+def bounce_buffers(threads: int) -> int:
+    """One a thread, and one that is being computed from."""
+    return threads + 1

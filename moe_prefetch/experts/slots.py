@@ -128,22 +128,29 @@ class SlotTable:
             # Towards PROB_ONE for a used expert, towards 0 for the others; >> rounds towards minus infinity, the same on every machine.
             load[e] += ((PROB_ONE if e in used else 0) - load[e]) >> LOAD_SHIFT
 
-    # weights --------------------------------------------------------------------------------------------------------
-    def invalidate(self) -> int:
-        """Weights changed: every slot is dropped and the epoch moves on. Returns how many fetched-ahead slots were never read.
+    # dropping all -----------------------------------------------------------------------------------------------------
+    def invalidate(self) -> list[int]:
+        """Weights changed: every slot is dropped and the epoch moves on. Returns, per layer, the fetched-ahead slots never read.
 
         Raises IntegrityError while anything is leased or FILLING: quiesce first.
         """
-        wasted = 0
         for layer, slots in enumerate(self._slots):
             for i, s in enumerate(slots):
                 if s.leases or s.state is SlotState.FILLING:
                     raise IntegrityError("weights were updated under a reader or a mover", where=f"layer {layer}, slot {i}",
                                          expected="a quiesced session")
-                if (e := self._evict(layer, i)) is not None:
-                    wasted += e.wasted
         self.epoch += 1
-        return wasted
+        return self.clear()
+
+    def clear(self) -> list[int]:
+        """Drop every slot, whatever its state, and every lease; generations stay, so that nothing old can publish. Only when no reader
+        and no mover is alive: it mends a table that an interrupt left half changed. Returns what `invalidate` does."""
+        unread = [sum(s.state is SlotState.READY and s.ahead and not s.used for s in slots) for slots in self._slots]
+        for layer, slots in enumerate(self._slots):
+            self._where[layer].clear()
+            for s in slots:
+                s.expert, s.state, s.leases, s.last_use = -1, SlotState.FREE, 0, -1
+        return unread
 
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first invariant that does not hold."""

@@ -1,13 +1,17 @@
 """Experts at home: one contiguous aligned record per expert (all its parts), in memory or in a file.
 
-Record file, version 1: a folder with `manifest.json` (geometry, digests) and `records-<hash>.bin`, record (layer, expert) at
+Record file, version 1: a folder with `manifest.json` (geometry, digests) and `records-<16 hex digits>.bin`, record (layer, expert) at
 (layer * num_experts + expert) * record_bytes. Parts start at multiples of 64 bytes, records at multiples of 4096. The manifest is
 written last and names the file, so an interrupted build leaves the old pair or none.
 """
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
-import os
+import logging
+import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,11 +21,16 @@ from typing import Any, Protocol
 import torch
 
 from .. import checkpoint
-from ..errors import ArtefactError
+from ..errors import ArtefactError, DeadlineError, UnsupportedModelError
 from ..runtime import ALIGN, Runtime
 
-VERSION = 1
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 1, "manifest.json"
 PAGE = 4096
+REBUILD = "delete the folder; it is rebuilt from the model at the next attach"
+_DIGEST, _FILE = re.compile("[0-9a-f]{64}"), re.compile(r"records-[0-9a-f]{16}\.bin")
+_LEFTOVER = re.compile(r"\.(records-[0-9a-f]{16}\.bin|manifest\.json)\.[0-9a-f]{12}\.tmp")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,7 +61,8 @@ class RecordLayout:
         for name, t in tensors.items():
             part = Part(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), offset)
             if part.dtype not in DTYPES:
-                raise ArtefactError(f"dtype {part.dtype} can't be stored yet", where=name, expected=", ".join(DTYPES), do="convert the model")
+                raise UnsupportedModelError(f"experts of dtype {part.dtype} can't be stored yet", where=name, expected=", ".join(DTYPES),
+                                            do="convert the model")
             parts.append(part)
             offset += -(-part.nbytes // ALIGN) * ALIGN
         return cls(tuple(parts), -(-offset // PAGE) * PAGE)
@@ -81,95 +91,126 @@ class ExpertSource(Protocol):
 
 
 class LocalStore:
-    """Home `local`: the model's own tensors; nothing moves."""
+    """Home `local`: the model's own tensors; nothing moves. Read by one thread at a time."""
 
-    def __init__(self, source: ExpertSource) -> None:
-        self.source = source
+    def __init__(self, source: ExpertSource, runtime: Runtime) -> None:
+        self.source, self._runtime = source, runtime
         self.layout = RecordLayout.of(source.tensors(0, 0))
+        self._aligned: torch.Tensor | None = None
 
     def views(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
-        return self.source.tensors(layer, expert)
+        """An expert's parts, valid until the next call. BLAS may round differently at another alignment or stride, so where the model's own
+        memory has neither (odd widths, transposed weights), a copy that has them is used."""
+        tensors = self.source.tensors(layer, expert)
+        if all(t.device.type != "cpu" or (t.data_ptr() % ALIGN == 0 and t.is_contiguous()) for t in tensors.values()):
+            return tensors
+        if self._aligned is None:
+            self._aligned = self._runtime.allocate(self.layout.nbytes)
+        self.layout.pack(tensors, self._aligned)
+        return self.layout.views(self._aligned)
 
 
 class DiskStore:
-    """Home `disk`: the record file."""
+    """Home `disk`: the record file. Holds it open, so that it can be read even after its name is gone."""
 
-    def __init__(self, folder: Path, path: Path, manifest: dict[str, Any], layout: RecordLayout, runtime: Runtime) -> None:
-        self.folder, self.path, self.layout, self._runtime = folder, path, layout, runtime
-        self.num_layers, self.num_experts = manifest["layers"], manifest["experts"]
-        self.digests: list[str] = manifest["digests"]
-        self._fd: int | None = runtime.open_read(path)
+    def __init__(self, path: Path, digests: list[str], source: ExpertSource, layout: RecordLayout, runtime: Runtime) -> None:
+        self.path, self.digests, self.layout, self._runtime = path, digests, layout, runtime
+        self.num_layers, self.num_experts = source.num_layers, source.num_experts
+        try:
+            self._fd: int | None = runtime.open_read(path)
+        except OSError as e:
+            raise ArtefactError(f"the record file can't be opened: {e.strerror}", where=str(path), do=REBUILD) from e
 
     # making ---------------------------------------------------------------------------------------------------------
     @classmethod
-    def create(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DiskStore:
-        """Write every expert of `source` into `folder` and open the result. Raises OSError when the disk is full; nothing is left."""
-        layout = RecordLayout.of(source.tensors(0, 0))
-        buffer = runtime.allocate(layout.nbytes)
-        data = checkpoint.tensor_bytes(buffer)
-        digests, whole, total = [], hashlib.sha256(), source.num_layers * source.num_experts
-        building = folder / "building"
+    def obtain(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DiskStore:
+        """The records of `source` in `folder`: those that are there when they hold exactly its weights, else written now.
+
+        Processes take turns. Raises ArtefactError (damaged, made for another geometry, drive full or not writable), DeadlineError.
+        """
+        made = not folder.exists()
         try:
-            with checkpoint.atomic_file(building, runtime) as f:
-                for layer in range(source.num_layers):
-                    for expert in range(source.num_experts):
-                        tensors = source.tensors(layer, expert)
-                        if RecordLayout.of(tensors) != layout:
-                            raise ArtefactError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
-                                                expected="one layout for all", do="this model can't be stored yet")
-                        layout.pack(tensors, buffer)
-                        digests.append(hashlib.sha256(data).hexdigest())
-                        whole.update(digests[-1].encode())
-                        runtime.write(f.fileno(), data)
-                        if progress:
-                            progress(len(digests), total)
-            name = f"records-{whole.hexdigest()[:16]}.bin"
-            runtime.replace(building, folder / name)
-        finally:
-            building.unlink(missing_ok=True)
-        checkpoint.write_json(folder / "manifest.json", {
-            "format": "moe_prefetch.records", "version": VERSION, "file": name, "layers": source.num_layers, "experts": source.num_experts,
-            "record_bytes": layout.nbytes, "parts": layout.to_json(), "digests": digests}, runtime)
-        for old in folder.glob("records-*.bin"):
-            if old.name != name:
-                old.unlink()
-        return cls.open(folder, source, runtime, verify=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            with checkpoint.exclusive(folder, runtime):
+                if (folder / MANIFEST).exists():
+                    store = cls.open(folder, source, runtime)
+                    if store is not None:
+                        return store
+                    log.warning("the record file in %s holds other weights than the model: it is written again", folder)
+                return cls.create(folder, source, runtime, progress)
+        except BaseException as e:
+            if made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            if isinstance(e, OSError) and not isinstance(e, DeadlineError):
+                raise ArtefactError(f"the records can't be written: {e.strerror}", where=str(folder), expected="a folder with space for them",
+                                    do="free space on the drive, or set experts.path to a folder that can be written") from e
+            raise
 
     @classmethod
-    def open(cls, folder: Path, source: ExpertSource, runtime: Runtime, *, verify: bool = True) -> DiskStore:
-        """Open what `create` wrote, checked against the model's geometry; `verify` reads every record and compares its digest.
+    def create(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DiskStore:
+        """Write every expert of `source` into `folder` and open the result; what was there stays until the new is whole.
 
-        Raises ArtefactError naming the fault.
+        Hold the folder's lock. Raises OSError when the drive is full; nothing is left then.
         """
-        m = checkpoint.read_json(folder / "manifest.json")
         layout = RecordLayout.of(source.tensors(0, 0))
-        where = str(folder)
-        rebuild = "delete the folder; it is rebuilt from the model at the next attach"
-        want = {"format": "moe_prefetch.records", "version": VERSION, "layers": source.num_layers, "experts": source.num_experts,
-                "record_bytes": layout.nbytes, "parts": layout.to_json()}
-        for key, value in want.items():
-            if not isinstance(m, dict) or m.get(key) != value:
-                got = m.get(key) if isinstance(m, dict) else type(m).__name__
-                raise ArtefactError(f"the record file was made for another model or version: {key} is {got!r}", where=where,
-                                    expected=f"{key} = {value!r}", do=rebuild)
         total = source.num_layers * source.num_experts
-        digests = m.get("digests")
-        if not isinstance(digests, list) or len(digests) != total or not isinstance(m.get("file"), str):
-            raise ArtefactError("the manifest is incomplete", where=where, expected=f"a file name and {total} digests", do=rebuild)
-        path = checkpoint.contained(folder, m["file"])
+        if (free := runtime.free_bytes(folder)) < total * layout.nbytes:
+            raise OSError(errno.ENOSPC, f"{total * layout.nbytes} bytes are needed, {free} are free")
+        _sweep(folder, keep="")
+        buffer = runtime.allocate(layout.nbytes)
+        data, digests = checkpoint.tensor_bytes(buffer), []
+        name = f"records-{secrets.token_hex(8)}.bin"
         try:
-            size = path.stat().st_size
-        except OSError as e:
-            raise ArtefactError(f"the record file can't be read: {e.strerror}", where=str(path), do=rebuild) from e
-        if size != total * layout.nbytes:
-            raise ArtefactError(f"the record file has {size} bytes", where=str(path), expected=f"{total * layout.nbytes} bytes", do=rebuild)
-        store = cls(folder, path, m, layout, runtime)
-        if verify:
+            with checkpoint.atomic_file(folder / name, runtime) as f:
+                for i in range(total):
+                    layer, expert = divmod(i, source.num_experts)
+                    tensors = source.tensors(layer, expert)
+                    if RecordLayout.of(tensors) != layout:
+                        raise UnsupportedModelError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
+                                                    expected="one layout for all", do="use home: local with this model")
+                    layout.pack(tensors, buffer)
+                    digests.append(hashlib.sha256(data).hexdigest())
+                    runtime.write(f.fileno(), data)
+                    if progress:
+                        progress(i + 1, total)
+            # Opened before the manifest names it: from here on it is this store's, whoever rebuilds the folder.
+            store = cls(folder / name, digests, source, layout, runtime)
             try:
-                store._verify()
+                checkpoint.write_json(folder / MANIFEST, {
+                    "format": FORMAT, "version": VERSION, "file": name, "layers": source.num_layers, "experts": source.num_experts,
+                    "record_bytes": layout.nbytes, "parts": layout.to_json(), "digests": digests}, runtime)
             except BaseException:
                 store.close()
                 raise
+        except BaseException:
+            (folder / name).unlink(missing_ok=True)
+            raise
+        _sweep(folder, keep=name)
+        return store
+
+    @classmethod
+    def open(cls, folder: Path, source: ExpertSource, runtime: Runtime) -> DiskStore | None:
+        """Open what `create` wrote, every record checked against its digest; None when it holds other weights than `source`.
+
+        Raises ArtefactError naming the fault.
+        """
+        m = read_manifest(folder)
+        layout = RecordLayout.of(source.tensors(0, 0))
+        want = {"layers": source.num_layers, "experts": source.num_experts, "record_bytes": layout.nbytes, "parts": layout.to_json()}
+        for key, value in want.items():
+            if m[key] != value:
+                raise ArtefactError(f"the record file was made for another model: {key} is {m[key]!r}", where=str(folder),
+                                    expected=f"{key} = {value!r}", do=REBUILD)
+        store = cls(checkpoint.contained(folder, m["file"]), m["digests"], source, layout, runtime)
+        try:
+            if not store._matches(source):
+                store.close()
+                return None
+            store._verify()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     def _verify(self) -> None:
@@ -179,10 +220,9 @@ class DiskStore:
             self.read_into(layer, expert, buffer)
             if hashlib.sha256(checkpoint.tensor_bytes(buffer)).hexdigest() != digest:
                 raise ArtefactError("a record was altered", where=f"{self.path}, layer {layer}, expert {expert}", expected=f"sha256 {digest[:16]}…",
-                                    do="delete the folder; it is rebuilt from the model at the next attach")
+                                    do=REBUILD)
 
-    def matches(self, source: ExpertSource) -> bool:
-        """Whether the file holds exactly the weights of `source`."""
+    def _matches(self, source: ExpertSource) -> bool:
         buffer = self._runtime.allocate(self.layout.nbytes)
         for i, digest in enumerate(self.digests):
             self.layout.pack(source.tensors(*divmod(i, self.num_experts)), buffer)
@@ -190,23 +230,60 @@ class DiskStore:
                 return False
         return True
 
+    def unlink(self) -> None:
+        """Remove the file's name and its folder, if nothing else is in it; reading goes on until `close`."""
+        for p in (self.path.parent / MANIFEST, self.path):
+            p.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()
+
     # reading --------------------------------------------------------------------------------------------------------
     def read_into(self, layer: int, expert: int, buffer: torch.Tensor) -> None:
-        """Read one record into a uint8 buffer (thread-safe). Raises ArtefactError on a short file, OSError as the system does."""
+        """Read one record into a uint8 buffer (thread-safe). Raises ArtefactError: a short file, a drive that fails."""
+        where = f"{self.path}, layer {layer}, expert {expert}"
         if self._fd is None:
-            raise ArtefactError("the record file is closed", where=str(self.path))
-        self._runtime.pread_into(self._fd, checkpoint.tensor_bytes(buffer[: self.layout.nbytes]),
-                                 (layer * self.num_experts + expert) * self.layout.nbytes, f"{self.path}, layer {layer}, expert {expert}")
+            raise ArtefactError("the record file is closed", where=where)
+        try:
+            self._runtime.pread_into(self._fd, checkpoint.tensor_bytes(buffer[: self.layout.nbytes]),
+                                     (layer * self.num_experts + expert) * self.layout.nbytes, where)
+        except OSError as e:
+            raise ArtefactError(f"a record can't be read: {e.strerror}", where=where, do="check the drive, then try again") from e
 
     def close(self) -> None:
         if self._fd is not None:
-            self._runtime.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            self._runtime.close(fd)
 
-    def delete(self) -> None:
-        """Close, and remove the folder's files."""
-        self.close()
-        for p in (self.folder / "manifest.json", self.path):
-            p.unlink(missing_ok=True)
-        if self.folder.is_dir() and not os.listdir(self.folder):
-            self.folder.rmdir()
+
+def _sweep(folder: Path, keep: str) -> None:
+    """Remove what interrupted builds left, and with `keep` every other record file. Hold the folder's lock."""
+    for p in folder.iterdir():
+        if _LEFTOVER.fullmatch(p.name) or (keep and p.name != keep and _FILE.fullmatch(p.name)):
+            with contextlib.suppress(OSError):
+                p.unlink()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a record folder, its types and the file's size checked; no model is needed. Raises ArtefactError."""
+    m = checkpoint.read_json(checkpoint.contained(folder, MANIFEST))
+    where = str(folder / MANIFEST)
+    if not isinstance(m, dict) or m.get("format") != FORMAT or type(m.get("version")) is not int or m["version"] != VERSION:
+        raise ArtefactError("no record manifest of this version", where=where, expected=f"format {FORMAT}, version {VERSION}", do=REBUILD)
+    counts = [m.get(key) for key in ("layers", "experts", "record_bytes")]
+    # Bounded, so that products stay file sizes. `type`, since True is an int and equal to 1.
+    if any(type(n) is not int or not 1 <= n <= 1 << 40 for n in counts) or not isinstance(m.get("parts"), list):
+        raise ArtefactError("the manifest is incomplete", where=where, expected="layers, experts, record_bytes and parts", do=REBUILD)
+    layers, experts, record_bytes = counts
+    digests, name = m.get("digests"), m.get("file")
+    if not isinstance(digests, list) or len(digests) != layers * experts or not all(isinstance(d, str) and _DIGEST.fullmatch(d) for d in digests):
+        raise ArtefactError("the manifest is incomplete", where=where, expected=f"{layers * experts} digests", do=REBUILD)
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ArtefactError(f"the manifest names the file {name!r}", where=where, expected="records-<16 hex digits>.bin", do=REBUILD)
+    path = checkpoint.contained(folder, name)
+    try:
+        size = path.stat().st_size
+    except OSError as e:
+        raise ArtefactError(f"the record file can't be read: {e.strerror}", where=str(path), do=REBUILD) from e
+    if size != layers * experts * record_bytes:
+        raise ArtefactError(f"the record file has {size} bytes", where=str(path), expected=f"{layers * experts * record_bytes} bytes", do=REBUILD)
+    return m

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ..errors import ShapeError
 from ..types import PROB_ONE, Demand
 from .probe import RoutingProbe, quantise_union
 
@@ -22,6 +23,14 @@ class Forecaster(Protocol):
 
     def keep(self, layer: int, step: int) -> tuple[int, ...]:
         """What each expert is worth in a slot after `step`; empty: the recent load decides."""
+
+
+def checked(value_E: tuple[int, ...], experts: int, source: object) -> tuple[int, ...]:
+    """`value_E`, from any source. Raises ShapeError unless it is empty or `experts` integers from 0 to PROB_ONE."""
+    if value_E and (len(value_E) != experts or not isinstance(sum(value_E), int) or min(value_E) < 0 or max(value_E) > PROB_ONE):
+        raise ShapeError(f"a forecast holds {len(value_E)} values such as {value_E[0]!r}", where=type(source).__name__,
+                         expected=f"{experts} integers from 0 to {PROB_ONE}, or nothing", do="mend the forecaster that was given to attach")
+    return value_E
 
 
 class ProbeForecaster:

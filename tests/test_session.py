@@ -1,0 +1,629 @@
+"""attach and detach: what a session undoes, what it refuses, and what users do to a model in the meantime."""
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import tempfile
+import threading
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+import moe_prefetch
+from moe_prefetch.config import load
+from moe_prefetch.errors import BudgetError, ConfigError, DeadlineError, SessionError, ShapeError, UnsupportedModelError
+from moe_prefetch.runtime import REAL
+from moe_prefetch.seam import open_model
+from moe_prefetch.session import Session
+from moe_prefetch.types import PROB_ONE
+from tests.models import DISK, GateRuntime, logits_of, movers, open_files, picture, prompt, settled, small
+from tests.tiny import FAMILIES, tiny
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    assert os.listdir(folder) == []
+    assert settled(lambda: not movers())
+    assert not open_files()
+
+
+# undo -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", [None, DISK], ids=["local", "disk"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_left(family, config):
+    model = small(family)
+    before, want = picture(model), logits_of(model, prompt())
+    with moe_prefetch.attach(model, config):
+        assert picture(model) != before if config is None else True
+        logits_of(model, prompt())
+    assert picture(model) == before
+    assert torch.equal(logits_of(model, prompt()), want)
+
+
+def test_memory_comes_back():
+    """Attached: slots and bounce buffers only. Detached: the weights only."""
+
+    def tensor_bytes():
+        gc.collect()
+        seen = {}
+        for t in gc.get_objects():
+            try:
+                if isinstance(t, torch.Tensor) and t.device.type == "cpu":
+                    s = t.untyped_storage()
+                    seen[s.data_ptr()] = s.nbytes()
+            except ReferenceError:  # a weak proxy of something gone
+                continue
+        seen.pop(0, None)
+        return sum(seen.values())
+
+    model = small(hidden=64, expert_width=64)
+    start = tensor_bytes()
+    session = moe_prefetch.attach(model, DISK)
+    total, held = session.held_bytes()["total"], session.held_bytes()["resident"]
+    logits_of(model, prompt())
+    slack = 64 * (held // session.ledger.record_bytes) + 4096 + 16384
+    # The probe's copy of the gates is counted apart.
+    gates = sum(p.numel() * 4 for n, p in model.named_parameters() if "mlp.gate.weight" in n) + 2 * 64 * 4
+    assert tensor_bytes() <= start - total + held + slack + gates
+    session.detach()
+    del session
+    assert abs(tensor_bytes() - start) <= 16384
+
+
+def test_detach_twice_is_once():
+    model = small()
+    session = moe_prefetch.attach(model, DISK)
+    session.detach()
+    before = picture(model)
+    session.detach()
+    assert picture(model) == before
+
+
+def test_attach_and_detach_a_hundred_times():
+    model = small()
+    before = picture(model)
+    for _ in range(100):
+        moe_prefetch.attach(model).detach()
+    for _ in range(5):
+        moe_prefetch.attach(model, DISK).detach()
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("config", [None, DISK], ids=["local", "disk"])
+def test_an_exception_in_the_body_still_undoes(config):
+    model = small()
+    before = picture(model)
+    with pytest.raises(KeyError), moe_prefetch.attach(model, config):
+        raise KeyError("the user's own")
+    assert picture(model) == before
+
+
+def test_attached_in_inference_mode_detached_outside():
+    model = small()
+    before, want = picture(model), logits_of(model, prompt())
+    with torch.inference_mode():
+        session = moe_prefetch.attach(model, DISK)
+        got = logits_of(model, prompt())
+    assert torch.equal(logits_of(model, prompt()), got)
+    session.detach()
+    assert picture(model) == before
+    assert torch.equal(logits_of(model, prompt()), want)
+    # Nor the other way round: a parameter made in inference mode could not be trained.
+    session = moe_prefetch.attach(model, DISK)
+    with torch.inference_mode():
+        session.detach()
+    assert picture(model) == before
+    model(prompt()).logits.sum().backward()
+
+
+def test_attached_under_another_default_device_and_dtype():
+    model = small()
+    before = picture(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), moe_prefetch.attach(model, DISK):
+            pass
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert picture(model) == before
+
+
+def test_parameters_shared_by_two_layers_come_back():
+    model = small()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    before, want = picture(model), logits_of(model, prompt())
+    with moe_prefetch.attach(model, DISK):
+        assert torch.allclose(logits_of(model, prompt()), want, atol=1e-4)
+    assert picture(model) == before
+
+
+def test_parameters_that_are_not_contiguous_come_back():
+    model = small()
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            p = getattr(layer.mlp.experts, name)
+            setattr(layer.mlp.experts, name, torch.nn.Parameter(p.detach().transpose(1, 2).contiguous().transpose(1, 2)))
+    before = picture(model)
+    want = logits_of(model, prompt())
+    with moe_prefetch.attach(model, DISK):
+        assert torch.allclose(logits_of(model, prompt()), want, atol=1e-4)
+    assert picture(model) == before
+
+
+def test_frozen_while_attached_stays_frozen():
+    model = small()
+    with moe_prefetch.attach(model, DISK):
+        model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+# models ------------------------------------------------------------------------------------------------------------------
+def test_sparse_steps_and_dense_layers_between():
+    torch.manual_seed(0)
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=7, num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, intermediate_size=48, shared_expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[3],
+        pad_token_id=0)).eval()
+    before = picture(model)
+    with moe_prefetch.attach(model) as session:
+        assert session.num_layers == 2
+        want = logits_of(model, prompt())
+    with moe_prefetch.attach(model, DISK):
+        assert torch.equal(logits_of(model, prompt()), want)
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("width", [9, 17, 50])
+def test_odd_widths_are_bitwise_the_same(width):
+    """Resident weights of odd widths lie at any address; the result must not know."""
+    model = small(expert_width=width, hidden=2 * width)
+    with moe_prefetch.attach(model):
+        want = logits_of(model, prompt(2))
+    with moe_prefetch.attach(model, DISK):
+        assert torch.equal(logits_of(model, prompt(2)), want)
+
+
+def test_beams_and_generate():
+    model = tiny()
+    kw = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    ids = prompt(2, 5)
+    with moe_prefetch.attach(model):
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), **kw)
+    with moe_prefetch.attach(model, DISK):
+        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **kw), want)
+
+
+@pytest.mark.parametrize("build", [
+    lambda: DeepseekV2ForCausalLM(DeepseekV2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16, first_k_dense_replace=1, n_group=1, topk_group=1)),
+    lambda: OlmoeForCausalLM(OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                         num_experts=4, num_experts_per_tok=2, pad_token_id=0)),
+], ids=["deepseek_v2", "olmoe"])
+def test_other_moe_families_are_refused_by_name(build, request):
+    model = build()
+    before = picture(model)
+    with pytest.raises(UnsupportedModelError, match=f"{request.node.callspec.id} is an MoE family that is not supported yet"):
+        moe_prefetch.attach(model)
+    assert picture(model) == before
+
+
+def test_a_dense_model_is_refused_by_name():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(UnsupportedModelError, match="llama has no MoE layers"):
+        moe_prefetch.attach(model)
+
+
+def test_a_sparse_family_without_sparse_layers_is_refused():
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                                               num_experts=4, moe_intermediate_size=16, intermediate_size=48, mlp_only_layers=[0, 1]))
+    with pytest.raises(UnsupportedModelError, match="no MoE layers"):
+        moe_prefetch.attach(model)
+
+
+@pytest.mark.parametrize("thing", [None, 3, "Qwen/Qwen3-30B-A3B", torch.nn.Linear(2, 2), GenerationConfig(), torch.nn.Sequential(), MixtralForCausalLM],
+                         ids=lambda t: type(t).__name__)
+def test_what_is_no_model_is_refused(thing):
+    with pytest.raises(UnsupportedModelError):
+        moe_prefetch.attach(thing)
+
+
+def test_experts_on_an_accelerator_are_refused_for_now():
+    """No accelerator is needed to see it: a host whose tensors are anywhere but on the CPU."""
+    model = small()
+    host = open_model(model)
+    host.tensors = lambda layer, expert: {"gate_up": torch.empty(32, 32, device="meta"), "down": torch.empty(32, 16, device="meta")}
+    with pytest.raises(UnsupportedModelError, match="CPU"):
+        Session(host, load(DISK), None, None, REAL, None)
+
+
+def test_a_model_that_was_never_loaded_is_refused():
+    model = small("mixtral").to("meta")
+    with pytest.raises(SessionError, match="not in memory") as e:
+        moe_prefetch.attach(model, DISK)
+    assert "attached already" not in str(e.value)
+
+
+# twice --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("first", [None, DISK], ids=["local", "disk"])
+@pytest.mark.parametrize("second", [None, DISK], ids=["local", "disk"])
+def test_a_second_session_on_a_model_is_refused_before_any_work(first, second, tmp_path):
+    model = small()
+    before = picture(model)
+    if second:
+        second = {"experts": {**second["experts"], "path": str(tmp_path / "records")}}
+    with moe_prefetch.attach(model, first) as session:
+        with pytest.raises(SessionError, match="attached"):
+            moe_prefetch.attach(model, second)
+        with pytest.raises(SessionError, match="attached"):
+            moe_prefetch.attach(model.model, second)
+        assert not (tmp_path / "records").exists()
+        logits_of(model, prompt())
+        assert session.ledger.total.demanded > 0
+    assert picture(model) == before
+
+
+def test_two_models_in_one_process_never_meet():
+    """Interleaved, detached in either order; one with weights of its own, one a twin."""
+    models = [small(seed=s) for s in (0, 1, 1)]
+    wants = []
+    for m in models:
+        with moe_prefetch.attach(m):
+            wants.append(logits_of(m, prompt()))
+    before = [picture(m) for m in models]
+    sessions = [moe_prefetch.attach(m, DISK) for m in models]
+    for _ in range(2):
+        for m, want in zip(models, wants):
+            assert torch.equal(logits_of(m, prompt()), want)
+    sessions[1].detach()
+    assert torch.equal(logits_of(models[0], prompt()), wants[0])
+    assert torch.equal(logits_of(models[2], prompt()), wants[2])
+    sessions[0].detach()
+    assert torch.equal(logits_of(models[2], prompt()), wants[2])
+    sessions[2].detach()
+    assert [picture(m) for m in models] == before
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_models_that_share_one_config_object(order):
+    a = small()
+    config = a.config
+    b, c = Qwen2MoeForCausalLM(config).eval(), Qwen2MoeForCausalLM(config).eval()
+    plain = [logits_of(m, prompt()) for m in (a, b, c)]
+    before = [picture(m) for m in (a, b, c)]
+    sessions = [moe_prefetch.attach(a, DISK), moe_prefetch.attach(b, DISK)]
+    # The third was never attached: its own computation, bit for bit.
+    assert torch.equal(logits_of(c, prompt()), plain[2])
+    for i in order:
+        sessions[i].detach()
+        for m, want in ((a, plain[0]), (b, plain[1])):
+            assert torch.allclose(logits_of(m, prompt()), want, atol=1e-4)
+    assert [picture(m) for m in (a, b, c)] == before
+
+
+def test_the_models_own_switch_of_implementation_does_not_bypass_a_session():
+    model = small()
+    with moe_prefetch.attach(model, DISK) as session:
+        want = logits_of(model, prompt())
+        model.set_experts_implementation("batched_mm")
+        n = session.ledger.total.demanded
+        assert torch.equal(logits_of(model, prompt()), want)
+        assert session.ledger.total.demanded > n
+    assert model.config._experts_implementation == "batched_mm"
+
+
+# what users do to an attached model -----------------------------------------------------------------------------------------
+def test_saving_an_attached_model_fails_loudly(tmp_path):
+    model = small()
+    want = model.state_dict()
+    want = {k: v.clone() for k, v in want.items()}
+    with moe_prefetch.attach(model, DISK):
+        with pytest.raises(SessionError, match="detach"):
+            model.state_dict()
+        with pytest.raises(SessionError, match="detach"):
+            model.save_pretrained(tmp_path / "saved")
+        with pytest.raises(SessionError, match="detach"):
+            model.load_state_dict(want)
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+def test_saving_with_experts_at_home_local_writes_a_model_that_loads(tmp_path):
+    model = small()
+    with moe_prefetch.attach(model):
+        model.save_pretrained(tmp_path / "saved")
+    assert "moe_prefetch" not in (tmp_path / "saved" / "config.json").read_text()
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(logits_of(again, prompt()), logits_of(model, prompt()))
+
+
+@pytest.mark.parametrize("config", [None, DISK], ids=["local", "disk"])
+def test_a_copy_of_an_attached_model_is_no_part_of_the_session(config):
+    model = small()
+    want = logits_of(model, prompt())
+    with moe_prefetch.attach(model, config) as session:
+        twin = copy.deepcopy(model)
+        inside = logits_of(model, prompt())
+        n, step = session.ledger.total.demanded, session._step
+        if config is None:
+            assert torch.allclose(logits_of(twin, prompt()), want, atol=1e-4)
+        else:
+            with pytest.raises(SessionError, match="copy"):
+                logits_of(twin, prompt())
+        assert (session.ledger.total.demanded, session._step) == (n, step)
+        assert torch.equal(logits_of(model, prompt()), inside)
+
+
+def test_a_model_converted_while_attached_is_told():
+    model = small()
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK):
+        model.bfloat16()
+        with pytest.raises(ShapeError, match="bfloat16"):
+            logits_of(model, prompt())
+        model.float()
+    after = picture(model)
+    assert [p[:-1] for p in after["parameters"]] == [p[:-1] for p in before["parameters"]]
+
+
+def test_a_users_hooks_stay_and_run():
+    model = small()
+    calls = []
+    # An activation runs once an expert, or once a batch of them: that is the computation's own affair.
+    handles = [m.register_forward_hook(lambda m, a, o: calls.append(type(m).__name__)) for n, m in model.named_modules() if not n.endswith("act_fn")]
+    logits_of(model, prompt())
+    plain = calls.copy()
+    calls.clear()
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK):
+        logits_of(model, prompt())
+    assert calls == plain
+    assert picture(model) == before
+    for h in handles:
+        h.remove()
+
+
+def test_gradients_are_refused():
+    model = small()
+    with moe_prefetch.attach(model, DISK), pytest.raises(SessionError, match="inference only"):
+        model(prompt())
+
+
+def test_single_blocks_are_refused_outside_a_pass():
+    model = small()
+    with moe_prefetch.attach(model, DISK), torch.no_grad(), pytest.raises(SessionError, match="outside"):
+        model.model.layers[0].mlp(torch.zeros(1, 3, 32))
+
+
+def test_wrong_arguments_get_the_models_own_error():
+    model = small()
+    with pytest.raises(ValueError, match="input_ids") as plain, torch.no_grad():
+        model()
+    with moe_prefetch.attach(model, DISK), torch.no_grad():
+        with pytest.raises(ValueError, match="input_ids") as attached:
+            model()
+        assert str(attached.value) == str(plain.value)
+        logits_of(model, prompt())
+
+
+# passes ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit], ids=lambda e: e.__name__)
+@pytest.mark.parametrize("where", ["model.layers.0", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts", "model.norm"])
+def test_an_exception_inside_a_pass(where, error):
+    """torch runs `always_call` hooks after an Exception only: Ctrl-C must not lock the session for good."""
+    model = small()
+    before = picture(model)
+    with moe_prefetch.attach(model):
+        want = logits_of(model, prompt())
+
+    def strike(module, args, output):
+        raise error("struck")
+
+    session = moe_prefetch.attach(model, DISK)
+    for _ in range(2):
+        handle = model.get_submodule(where).register_forward_hook(strike)
+        with pytest.raises(error):
+            logits_of(model, prompt())
+        handle.remove()
+        assert torch.equal(logits_of(model, prompt()), want)
+        session.table.check_integrity()
+    handle = model.get_submodule(where).register_forward_hook(strike)
+    with pytest.raises(error):
+        logits_of(model, prompt())
+    handle.remove()
+    session.detach()
+    assert picture(model) == before
+
+
+def test_a_pass_within_a_pass_is_refused_and_the_outer_one_goes_on():
+    model = small()
+    ids, seen = prompt(), []
+
+    def nested(module, args, output):
+        with pytest.raises(SessionError, match="second forward pass"):
+            model(ids)
+        seen.append(True)
+
+    with moe_prefetch.attach(model, DISK) as session:
+        want = logits_of(model, ids)
+        handle = model.model.layers[0].register_forward_hook(nested)
+        step = session._step
+        assert torch.equal(logits_of(model, ids, 1), want[:, :7])
+        handle.remove()
+        assert seen and session._step == step + 1
+        assert torch.equal(logits_of(model, ids), want)
+
+
+def test_detaching_within_a_pass_is_refused():
+    model = small()
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK) as session:
+
+        def hook(module, args, output):
+            with pytest.raises(SessionError, match="inside a forward pass"):
+                session.detach()
+
+        handle = model.model.layers[0].register_forward_hook(hook)
+        logits_of(model, prompt())
+        handle.remove()
+    assert picture(model) == before
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on():
+    model = small()
+    with moe_prefetch.attach(model):
+        want = logits_of(model, prompt(), 1)
+    runtime = GateRuntime()
+    with moe_prefetch.attach(model, DISK, runtime=runtime) as session:
+        got = []
+        runtime.shut()
+        thread = threading.Thread(target=lambda: got.append(logits_of(model, prompt(), 1)))
+        thread.start()
+        assert settled(lambda: runtime.waiting > 0)
+        step = session._step
+        for _ in range(3):
+            with pytest.raises(SessionError, match="second forward pass"):
+                logits_of(model, prompt())
+        with pytest.raises(SessionError, match="inside a forward pass"):
+            session.detach()
+        assert session._step == step
+        runtime.open()
+        thread.join(20)
+        assert torch.equal(got[0], want)
+        assert session._step == step + 1
+        session.table.check_integrity()
+
+
+def test_a_pass_may_come_from_any_thread():
+    model = small()
+    with moe_prefetch.attach(model, DISK):
+        want = logits_of(model, prompt())
+        got = []
+        thread = threading.Thread(target=lambda: got.append(logits_of(model, prompt())))
+        thread.start()
+        thread.join()
+        assert torch.equal(got[0], want)
+
+
+def test_an_abandoned_pass_of_a_thread_that_is_gone():
+    model = small()
+    with moe_prefetch.attach(model, DISK):
+        want = logits_of(model, prompt())
+
+        def strike(module, args, output):
+            raise SystemExit
+
+        handle = model.model.layers[1].register_forward_hook(strike)
+        thread = threading.Thread(target=lambda: logits_of(model, prompt()))
+        thread.start()
+        thread.join()
+        handle.remove()
+        assert torch.equal(logits_of(model, prompt()), want)
+
+
+# bad input ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("resident", [5, 100, "1%", "1B", "4000B"])
+def test_budgets_that_hold_nothing_or_too_much(resident):
+    model = small()
+    before = picture(model)
+    with pytest.raises(BudgetError) as e:
+        moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": resident}})
+    assert e.value.do
+    assert picture(model) == before
+
+
+def test_a_budget_in_bytes_holds_with_everything_counted():
+    model = small()
+    record = 8192
+    for budget in (record * (2 * 1 + 3), record * (2 * 2 + 3) + 5, record * (2 * 4 + 3)):
+        with moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": f"{budget}B", "threads": 2}}) as session:
+            assert session.ledger.record_bytes == record
+            assert session.held_bytes()["resident"] <= budget
+            assert session.num_slots == (budget // record - 3) // 2
+    with pytest.raises(BudgetError):
+        moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": f"{record * 5 - 1}B", "threads": 2}})
+
+
+@pytest.mark.parametrize("plan", ["prob", "none", ""])
+def test_an_unknown_plan(plan):
+    with pytest.raises(ConfigError, match="plan"):
+        moe_prefetch.attach(small(), DISK, plan=plan)
+
+
+def test_a_plan_that_would_not_be_what_it_says():
+    """An oracle without a future and a probe without a file would run the unfitted gate under another name."""
+    for plan in ("oracle", "probe"):
+        with pytest.raises(ConfigError, match=plan):
+            moe_prefetch.attach(small(), DISK, plan=plan)
+    with pytest.raises(ConfigError, match="local"):
+        moe_prefetch.attach(small(), plan="lru")
+
+
+class Wrong:
+    def __init__(self, probs):
+        self.probs = probs
+
+    def forecast(self, layer, step, horizon, hidden_TD):
+        return self.probs
+
+    def next_step(self, layer, step):
+        return self.probs
+
+    def keep(self, layer, step):
+        return ()
+
+
+@pytest.mark.parametrize("probs", [(PROB_ONE,), (0,) * 5, (0.5,) * 4, (-1, 0, 0, 0), (PROB_ONE + 1, 0, 0, 0)], ids=str)
+def test_a_forecast_of_the_wrong_kind_is_named(probs):
+    model = small(layers=4)
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK, forecaster=Wrong(probs), plan="stale"):
+        with pytest.raises(ShapeError, match="forecast"):
+            logits_of(model, prompt())
+    assert picture(model) == before
+
+
+def test_a_read_beyond_the_deadline():
+    """A typed error in about the deadline, not a multiple of it; then the same session goes on, and detaches."""
+    model = small(experts=8, top_k=4)
+    before = picture(model)
+    with moe_prefetch.attach(model):
+        want = logits_of(model, prompt())
+    runtime = GateRuntime()
+    config = {"experts": {"home": "disk", "resident": 1, "threads": 2, "deadline": 0.3}}
+    session = moe_prefetch.attach(model, config, runtime=runtime)
+    runtime.shut()
+    start = runtime.now()
+    for _ in range(2):
+        with pytest.raises(DeadlineError):
+            logits_of(model, prompt())
+    assert runtime.now() - start < 2.5
+    with pytest.raises(DeadlineError):
+        session.detach()
+    runtime.open()
+    assert torch.equal(logits_of(model, prompt()), want)
+    session.wait_idle()
+    session.table.check_integrity()
+    session.detach()
+    assert picture(model) == before
