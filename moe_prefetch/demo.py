@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .config import DriveConfig
+from .config import DriveConfig, KVConfig
 from .errors import ArtefactError, MoEPrefetchError
 from .experts.ledger import Totals
 from .observe.report import Figure, Report, Table, bars, size
@@ -132,25 +132,29 @@ def documentation_text() -> str:
 
 
 def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]:
-    """Feed a text chunk by chunk, as a long prompt is, so that later chunks attend over what is stored; compare with FP16."""
-    make_cache = importlib.import_module("moe_prefetch.integrations.transformers_cache").make_cache
-    from .config import KVConfig
+    """Feed a text chunk by chunk, as a long prompt is, so that later chunks attend over what is stored; compare with FP16.
 
-    ids = tokenizer(documentation_text()[: 8 * KV_TOKENS], return_tensors="pt").input_ids[:, : KV_TOKENS + 1]
+    Outlier channels are calibrated once, on text that follows the measured one.
+    """
+    caches = importlib.import_module("moe_prefetch.integrations.transformers_cache")
+    ids = tokenizer(documentation_text()[: 12 * KV_TOKENS], return_tensors="pt").input_ids
+    stats = caches.calibrate(model, ids[:, KV_TOKENS + 1 : 2 * KV_TOKENS + 1])
     rows, reference = [], None
     for name in KV_FORMATS:
-        cache, chunks = make_cache(model.config, KVConfig(format=name)), []
+        config = KVConfig(format=name)
+        cache, chunks = caches.make_cache(model.config, config, stats), []
         with torch.inference_mode():
             for start in range(0, KV_TOKENS, KV_CHUNK):
                 chunks.append(model(ids[:, start : start + KV_CHUNK], past_key_values=cache, use_cache=True).logits[0].float())
         logp_TV = torch.log_softmax(torch.cat(chunks), -1)
-        loss = -logp_TV.gather(-1, ids[0, 1:, None]).mean()
+        loss = -logp_TV.gather(-1, ids[0, 1 : KV_TOKENS + 1, None]).mean()
         if reference is None:
             reference = logp_TV
         kl = (reference.exp() * (reference - logp_TV)).sum(-1).mean()
         agree = (reference.argmax(-1) == logp_TV.argmax(-1)).float().mean()
-        held = cache.held_bytes()
-        rows.append(KVRow(name, held / KV_TOKENS, cache.bits_per_element(), cache.bits_per_element(at=32768), float(loss.exp()), float(kl), float(agree)))
+        at_32k = [x.store.layout.bits_per_element(32768, config.sinks, config.window) for x in cache.layers]
+        rows.append(KVRow(name, cache.held_bytes() / KV_TOKENS, cache.bits_per_element(), sum(at_32k) / len(at_32k), float(loss.exp()), float(kl),
+                          float(agree)))
         tick()
     return rows
 
