@@ -75,7 +75,7 @@ class Report:
             checkpoint.write_text(building / "report.md", "\n".join(parts))
             tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
             checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "data": self.data})
-            os.chmod(building, 0o755)
+            building.chmod(checkpoint.FOLDER_MODE)
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(building, folder)
