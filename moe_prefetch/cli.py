@@ -48,8 +48,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
         yield say
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=err,
-                  transient=True) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
@@ -103,7 +103,8 @@ def validate(config: Annotated[Path, typer.Argument(help="A YAML config, or a De
     for problem in problems:
         err.print(f"- {problem}", markup=False, highlight=False, soft_wrap=True)
     if problems:
-        err.print(f"{config}: {len(problems)} problem{'s' * (len(problems) > 1)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        err.print(f"{config}: {count}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
     out.print(f"{config}: no problems", style="green", markup=False, highlight=False)
 

@@ -83,7 +83,8 @@ def _records() -> Iterator[Path]:
         yield Path(folder)
 
 
-def expert_runs(model: Any, tokenizer: Any, probe: Path, *, new_tokens: int, drive: DriveConfig | None, tick: Callable[[], None]) -> list[Run]:
+def expert_runs(model: Any, tokenizer: Any, probe: Path, *, new_tokens: int, drive: DriveConfig | None,
+                tick: Callable[[], None]) -> list[Run]:
     """Untouched, everything resident, then every plan at every share. The first run is the reference."""
     tokens, seconds = generate(model, tokenizer, new_tokens, tick)
     runs = [Run("untouched", "100%", tokens, seconds)]
@@ -109,7 +110,8 @@ def _attached(model: Any, folder: Path, share: str, plan: str, probe: Path, driv
 
 def _run(name: str, share: str, tokens: list[list[int]], seconds: float, session: Session) -> Run:
     kinds = session.ledger.kinds
-    return Run(name, share, tokens, seconds, kinds.get("decode", Totals()), kinds.get("prefill", Totals()), session.held_bytes()["resident"])
+    decode, prefill = kinds.get("decode", Totals()), kinds.get("prefill", Totals())
+    return Run(name, share, tokens, seconds, decode, prefill, session.held_bytes()["resident"])
 
 
 @dataclass(frozen=True)
@@ -153,16 +155,18 @@ def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]
         kl = (reference.exp() * (reference - logp_TV)).sum(-1).mean()
         agree = (reference.argmax(-1) == logp_TV.argmax(-1)).float().mean()
         at_32k = [x.store.layout.bits_per_element(32768, config.sinks, config.window) for x in cache.layers]
-        rows.append(KVRow(name, cache.held_bytes() / KV_TOKENS, cache.bits_per_element(), sum(at_32k) / len(at_32k), float(loss.exp()), float(kl),
-                          float(agree)))
+        rows.append(KVRow(name, cache.held_bytes() / KV_TOKENS, cache.bits_per_element(), sum(at_32k) / len(at_32k), float(loss.exp()),
+                          float(kl), float(agree)))
         tick()
     return rows
 
 
 def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, texts: dict[str, str]) -> Report:
     """Tables and figures of the whole demonstration."""
-    how = (f"Reads are real; on top of them the drive is **modelled** as {drive.bandwidth / 1e9:g} GB/s with {drive.latency * 1e6:g} us latency, "
-           "because the page cache makes small real reads far faster than any drive." if drive else "Reads are real and not modelled (page cache included).")
+    how = "Reads are real and not modelled (page cache included)."
+    if drive:
+        how = (f"Reads are real; on top of them the drive is **modelled** as {drive.bandwidth / 1e9:g} GB/s with {drive.latency * 1e6:g} us "
+               "latency, because the page cache makes small real reads far faster than any drive.")
     report = Report("moe_prefetch demo: SmolMoE with most experts out of memory", how)
     reference, rows = runs[0], []
     lru = {r.share: r for r in runs if r.name == "lru"}
@@ -174,18 +178,20 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
                 setattr(d, key, getattr(d, key) + getattr(t, key))
         base = lru.get(r.share)
         rows.append((r.share, r.name, same, d.hit, d.late, d.miss, f"{r.unmet / base.unmet - 1:+.0%}" if base and base.unmet else "",
-                     size(d.bytes_moved), f"{r.bytes_read / base.bytes_read:.2f}x" if base and base.bytes_read else "", size(d.bytes_wasted),
+                     size(d.bytes_moved), f"{r.bytes_read / base.bytes_read:.2f}x" if base and base.bytes_read else "",
+                     size(d.bytes_wasted),
                      f"{1e3 * d.stall_s / sum(map(len, r.tokens)):.2f}", f"{r.per_second:.1f}", size(r.held) if r.held else ""))
     report.tables.append(Table("Experts", ("resident", "plan", "tokens", "hit", "late", "miss", "late+miss vs lru", "bytes read", "vs lru",
                                            "bytes wasted", "stall ms/token", "tokens/s", "experts hold"), rows,
-                               "Prefill and decode together; each distinct expert of a layer and pass counts once. `oracle` knows the future: "
-                               "no forecast can do better. tokens/s include prefill and depend on what else this machine does; counts and bytes do not "
-                               "depend on it, but for `late`."))
+                               "Prefill and decode together; each distinct expert of a layer and pass counts once. `oracle` knows the "
+                               "future: no forecast can do better. tokens/s include prefill and depend on what else this machine does; "
+                               "counts and bytes hardly do."))
     report.tables.append(Table(
-        "KV cache", ("format", "bytes/token", f"bits/element at {KV_TOKENS}", "bits/element at 32k", "perplexity", "logit KL", "same top-1"),
+        "KV cache",
+        ("format", "bytes/token", f"bits/element at {KV_TOKENS}", "bits/element at 32k", "perplexity", "logit KL", "same top-1"),
         [(r.format, r.bytes_per_token, r.bits_short, r.bits_long, r.perplexity, r.kl, f"{r.agreement:.1%}") for r in kv],
-        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}. Everything is counted: codes, scales, outliers, sinks, window, "
-        "tables, and half-filled pages, which weigh most at short lengths."))
+        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}. Everything is counted: codes, scales, outliers, sinks, "
+        "window, tables, and half-filled pages, which weigh most at short lengths."))
     report.tables.append(Table("Texts", ("prompt", "continuation (the same in every run)"), list(texts.items())))
     plans = [r for r in runs if r.share in SHARES]
     labels = [f"{r.name}\n{r.share}" for r in plans]
@@ -199,10 +205,10 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
                bars({k: share(k) for k in ("hit", "late", "miss", "wasted")}, labels, "share of demand", stacked=True)),
         Figure("bytes", "Bytes read from the drive", bars({"bytes": [r.bytes_read / 2**20 for r in plans]}, labels, "MiB", stacked=True)),
         Figure("stall", "Time spent waiting for experts",
-               bars({"miss": [1e3 * (r.decode.stall_s + r.prefill.stall_s) / sum(map(len, r.tokens)) for r in plans]}, labels, "ms per token",
-                    stacked=True)),
-        Figure("kv", "What the formats cost in answers: logit KL against FP16", bars({"other": [r.kl for r in kv]}, [r.format for r in kv], "KL (nats)",
-                                                                                   stacked=True))]
+               bars({"miss": [1e3 * (r.decode.stall_s + r.prefill.stall_s) / sum(map(len, r.tokens)) for r in plans]}, labels,
+                    "ms per token", stacked=True)),
+        Figure("kv", "What the formats cost in answers: logit KL against FP16",
+               bars({"other": [r.kl for r in kv]}, [r.format for r in kv], "KL (nats)", stacked=True))]
     report.data = {"drive": drive.model_dump() if drive else None, "tokens_identical": all(r.tokens == reference.tokens for r in runs),
                    "runs": [{"plan": r.name, "resident": r.share, "seconds": r.seconds, "held_bytes": r.held, "tokens": r.tokens,
                              "decode": r.decode.as_dict(), "prefill": r.prefill.as_dict()} for r in runs],
@@ -217,7 +223,8 @@ def run(folder: Path, *, new_tokens: int, drive: DriveConfig | None, probe: Path
     a run's tokens differ.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / "report.json").exists():
-        raise ArtefactError("the report folder holds something else", where=str(folder), expected="an empty or new folder", do="pass another --out")
+        raise ArtefactError("the report folder holds something else", where=str(folder), expected="an empty or new folder",
+                            do="pass another --out")
     smolmoe = importlib.import_module("moe_prefetch.integrations.smolmoe")
     steps = [0, 1 + len(PROMPTS) * (2 + len(SHARES) * len(PLANS)) + len(KV_FORMATS)]
 

@@ -41,7 +41,8 @@ def test_env_prints_the_block():
 
 
 @pytest.mark.parametrize(("error", "code", "words"), [
-    (MoEPrefetchError("it broke", where="here", do="mend it"), 1, "What to do: mend it"), (KeyboardInterrupt(), 130, "nothing was written")])
+    (MoEPrefetchError("it broke", where="here", do="mend it"), 1, "What to do: mend it"),
+    (KeyboardInterrupt(), 130, "nothing was written")])
 def test_demo_ends_with_one_clear_paragraph(monkeypatch, tmp_path, error, code, words):
     def fail(*args, **kwargs):
         raise error

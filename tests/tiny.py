@@ -5,7 +5,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SPEC = yaml.safe_load((Path(__file__).parents[1] / "model_configs" / "tiny-moe.yaml").read_text())
 FAMILIES = ("qwen2_moe", "mixtral", "qwen3_moe")

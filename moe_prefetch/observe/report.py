@@ -173,14 +173,16 @@ TOTALS = ("demanded", "hit", "late", "miss", "hit rate", "wasted", "cancelled", 
 
 def totals_row(t: Totals) -> tuple[Cell, ...]:
     """The columns of TOTALS."""
-    return (t.demanded, t.hit, t.late, t.miss, t.hit_rate, t.wasted, t.cancelled, size(t.bytes_moved), size(t.bytes_wasted), 1e3 * t.stall_s)
+    return (t.demanded, t.hit, t.late, t.miss, t.hit_rate, t.wasted, t.cancelled, size(t.bytes_moved), size(t.bytes_wasted),
+            1e3 * t.stall_s)
 
 
 def session_report(session: Any) -> Report:
     """What one session did: by phase, by layer, in bytes."""
     held, ledger = session.held_bytes(), session.ledger
-    report = Report("moe_prefetch: what this session did", f"Plan `{session.policy.name}`, {session.num_slots} of {session.num_experts} experts "
-                    f"per layer in slots; experts hold {size(held['resident'])} of {size(held['total'])}.")
+    intro = (f"Plan `{session.policy.name}`, {session.num_slots} of {session.num_experts} experts per layer in slots; "
+             f"experts hold {size(held['resident'])} of {size(held['total'])}.")
+    report = Report("moe_prefetch: what this session did", intro)
     report.tables.append(Table("Experts by phase", ("phase", *TOTALS), [(kind, *totals_row(t)) for kind, t in ledger.kinds.items()],
                                "Experts are counted per layer and forward pass, each distinct one once. late: on its way when needed; "
                                "wasted: fetched ahead, thrown out unread."))

@@ -63,9 +63,9 @@ def test_numbers_are_shown_so_that_people_can_read_them():
 
 def test_a_session_reports_itself(tmp_path):
     import torch
-    from tests.tiny import tiny
 
     import moe_prefetch
+    from tests.tiny import tiny
 
     model = tiny()
     with moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": 2}}) as session, torch.no_grad():

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-from tests.tiny import FAMILIES, tiny
 
 import moe_prefetch
 from moe_prefetch.experts.planner import POLICIES
 from moe_prefetch.probes.forecast import OracleForecaster
 from moe_prefetch.runtime import Runtime
 from moe_prefetch.types import PROB_ONE
+from tests.tiny import FAMILIES, tiny
 
 DISK = {"experts": {"home": "disk", "resident": "25%", "threads": 2}}
 
@@ -90,7 +90,8 @@ def test_tiny_moe_is_bitwise_the_same(family, kind):
     forecaster = {"random": RandomForecaster(8), "adversarial": AdversarialForecaster(demands, 8), "empty": EmptyForecaster(),
                   "oracle": OracleForecaster(demands, 8), "late": OracleForecaster(demands, 8)}.get(kind)
     plan = kind if kind in POLICIES and kind != "probe" else "stale"
-    with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan=plan, runtime=LateRuntime() if kind == "late" else Runtime()) as session:
+    runtime = LateRuntime() if kind == "late" else Runtime()
+    with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan=plan, runtime=runtime) as session:
         got = logits_of(model, ids)
         session.wait_idle()
         session.table.check_integrity()
