@@ -42,7 +42,7 @@ class PagedLayer(CacheLayerMixin):
         outliers = 0 if self.kv.outliers == "none" and self.format.max_bits is not None else None
         if self.latent:
             return layout_for(self.format, k_dim, 0, rope=v_dim)
-        return layout_for(self.format, k_dim, v_dim, outliers=outliers)
+        return layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.kv.window)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout = self.layout(key_states.shape[-1], value_states.shape[-1])

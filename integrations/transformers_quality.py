@@ -38,7 +38,8 @@ def decoded(stats: OutlierStats | None, formats: Mapping[int, str], *, policy: P
             raise UnsupportedModelError("soft-cap and sink logits are not measured in one pass", where=type(module).__name__, expected="plain softmax attention",
                                         do="measure by generating with make_cache")
         fmt = format_of(formats[n])
-        layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=0 if policy == "none" and fmt.max_bits is not None else None)
+        outliers = 0 if policy == "none" and fmt.max_bits is not None else None
+        layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window)
         book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
         if seen is not None:
             seen[n] = layout

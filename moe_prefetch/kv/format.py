@@ -186,8 +186,8 @@ class PageLayout:
         return (self.held_bytes(tokens, sinks, window) + self.book_bytes) * 8 / (tokens * self.element_count)
 
 
-def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0) -> PageLayout:
-    """The layout of a format at these head dims; without `outliers` as many as its budget grants."""
+def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int = 64) -> PageLayout:
+    """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window."""
     plain = PageLayout(format, k_dim, v_dim, 0, rope)
     if outliers is not None:
         return replace(plain, outliers=outliers)
@@ -196,7 +196,7 @@ def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None
     best = plain
     for n in (n for n in OUTLIER_STEPS if n <= k_dim):
         trial = replace(plain, outliers=n)
-        if trial.bits_per_element() > format.max_bits or trial.outlier_share > format.max_share:
+        if trial.bits_per_element(sinks=sinks, window=window) > format.max_bits or trial.outlier_share > format.max_share:
             return best
         best = trial
     return best
