@@ -165,8 +165,8 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
     """Tables and figures of the whole demonstration."""
     how = "Reads are real and not modelled (page cache included)."
     if drive:
-        how = (f"Reads are real; on top of them the drive is **modelled** as {drive.bandwidth / 1e9:g} GB/s with {drive.latency * 1e6:g} us "
-               "latency, because the page cache makes small real reads far faster than any drive.")
+        how = (f"Reads are real; on top of them the drive is **modelled** as {drive.bandwidth / 1e9:g} GB/s with {drive.latency * 1e6:g} us"
+               " latency, because the page cache makes small real reads far faster than any drive.")
     report = Report("moe_prefetch demo: SmolMoE with most experts out of memory", how)
     reference, rows = runs[0], []
     lru = {r.share: r for r in runs if r.name == "lru"}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,13 +68,13 @@ class Report:
             raise ArtefactError("the folder holds something that is not a report", where=str(folder), expected="an empty or new folder",
                                 do="name another folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        building = folder.parent / f".{folder.name}-{os.getpid()}"
+        building.mkdir()
         try:
             parts = [f"# {self.title}", "", self.intro, ""] + [t.markdown() for t in self.tables] + self._draw(building)
             checkpoint.write_text(building / "report.md", "\n".join(parts))
             tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
             checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "data": self.data})
-            building.chmod(checkpoint.FOLDER_MODE)
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(building, folder)
