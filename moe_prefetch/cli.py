@@ -97,7 +97,7 @@ def env() -> None:
 @app.command()
 def validate(config: Annotated[Path, typer.Argument(help="A YAML config, or a DeepSpeed JSON with a moe_prefetch section.")]) -> None:
     """Check a configuration and list every problem. Touches no model and no GPU; exit code 1 when there is a problem."""
-    from .config import check
+    from .validate import check
 
     problems = check(config)
     for problem in problems:

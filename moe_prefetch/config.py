@@ -5,9 +5,12 @@ every problem. `Config.model_json_schema()` is the JSON schema. Only keys that d
 """
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from .errors import BudgetError, ConfigError
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 18
 KVName = Literal["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
 PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
 
@@ -25,10 +28,10 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 def parse_bytes(text: str) -> int:
     """'512MiB', '2 GB', '1024' -> bytes. Raises ValueError."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*", text)
     if not m or m[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GB")
-    return int(float(m[1]) * _UNITS[m[2].lower()])
+    return int(Fraction(m[1]) * _UNITS[m[2].lower()])
 
 
 class _Section(BaseModel):
@@ -53,11 +56,16 @@ class ExpertsConfig(_Section):
     drive: DriveConfig | None = Field(None, description="model a slower drive on top of the real reads")
     deadline: float = Field(30.0, gt=0, le=3600, description="seconds after which a read that has not come is an error")
 
+    @field_validator("resident", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("write a number of slots, a share such as 50%, or a size such as 2GiB")
+        return value
+
     @field_validator("resident")
     @classmethod
     def _resident(cls, value: int | str) -> int | str:
-        if isinstance(value, bool):
-            raise ValueError("write a number of slots, a share such as 50%, or a size such as 2GiB")
         if isinstance(value, str) and value.strip().endswith("%"):
             try:
                 share = float(value.strip()[:-1])
@@ -66,20 +74,11 @@ class ExpertsConfig(_Section):
             if not 0 < share <= 100:
                 raise ValueError(f"{value} is no share between 0% (exclusive) and 100%")
         elif isinstance(value, str):
-            parse_bytes(value)
+            if parse_bytes(value) < 1:
+                raise ValueError(f"{value} holds no expert; write for example 2GiB")
         elif value < 1:
             raise ValueError(f"{value} slots hold nothing; give each layer at least 1")
         return value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ExpertsConfig:
-        if self.home == "local":
-            if self.resident != "100%":
-                raise ValueError("resident is set, but home: local keeps every expert in memory; set home: disk or drop resident")
-            for key in ("path", "drive"):
-                if getattr(self, key) is not None:
-                    raise ValueError(f"{key} is set, but home: local reads nothing from a drive; set home: disk or drop {key}")
-        return self
 
 
 class ProbeConfig(_Section):
@@ -97,6 +96,13 @@ class KVConfig(_Section):
     outliers: Literal["importance", "sigma", "topn", "none"] = "importance"
     calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
     layers: dict[int, KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _unique(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len({str(k).strip() for k in value}) != len(value):
+            raise ValueError("a layer is named twice")
+        return value
 
     @field_validator("layers")
     @classmethod
@@ -116,8 +122,18 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.experts.plan == "probe" and self.probe.path is None:
-            raise ValueError("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
+        """What keys say together. A setting that would do nothing is a fault: it was written to do something."""
+        experts, faults = self.experts, []
+        if experts.home == "local":
+            for key in type(experts).model_fields:
+                if getattr(experts, key) != type(experts).model_fields[key].default:
+                    faults.append(f"experts.{key} is set, but experts.home: local moves nothing; set home: disk or drop {key}")
+            if self.probe.path is not None:
+                faults.append("probe.path is set, but experts.home: local moves nothing; set home: disk or drop it")
+        if experts.plan == "probe" and self.probe.path is None:
+            faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -131,20 +147,62 @@ def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return found
 
 
-def _explain(error: dict[str, Any]) -> str:
-    """One line for one pydantic error: key, fault, nearest valid key."""
+def _explain(error: dict[str, Any]) -> list[str]:
+    """One line a fault for one pydantic error: key, fault, nearest valid key."""
     loc = error["loc"]
-    key = ".".join(str(p) for p in loc if not (isinstance(p, str) and p in ("int", "str"))) or "(whole config)"
+    if not loc:
+        return error["msg"].removeprefix("Value error, ").splitlines()
+    key = ".".join(_short(p, str) for p in loc if not (isinstance(p, str) and p in ("int", "str")))
     if error["type"] != "extra_forbidden":
         # A union reports once per member; the value that was given says more than the member's name.
-        given = f" (given: {error['input']!r})" if not isinstance(error.get("input"), dict | BaseModel) else ""
-        return f"{key}: {error['msg'].removeprefix('Value error, ')}{given if len(given) < 100 else ''}"
+        given = "" if isinstance(error.get("input"), dict | BaseModel) else _short(error.get("input"))
+        return [f"{key}: {error['msg'].removeprefix('Value error, ')}" + (f" (given: {given})" if given else "")]
     model: type[BaseModel] = Config
     for part in loc[:-1]:
         model = _sections(model).get(str(part), model)
     valid = sorted(model.model_fields)
-    near = difflib.get_close_matches(str(loc[-1]), valid, n=1)
-    return f"{key}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}")
+    near = difflib.get_close_matches(_short(loc[-1], str), valid, n=1)
+    return [f"{key}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}")]
+
+
+def _short(value: Any, text: Callable[[Any], str] = repr) -> str:
+    try:
+        said = text(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number too long to print"
+    return said if len(said) <= 100 else said[:97] + "..."
+
+
+def _validated(value: dict[Any, Any]) -> tuple[Config, tuple[str, ...]]:
+    """(the config, every problem). Keys that are wrong are set aside and the rest is looked at again, since what keys say together
+    is checked only once each is right by itself; with problems the config is what was left."""
+    problems: dict[str, None] = {}
+    doubtful: set[str] = set()  # what was set aside, and what may have been meant: no rule over these can be judged
+    value = copy.deepcopy(value)
+    while True:
+        try:
+            return Config.model_validate(value), tuple(problems)
+        except ValidationError as e:
+            errors = e.errors(include_url=False, include_context=False)
+        lines = [line for error in errors for line in _explain(dict(error))]
+        if not any(error["loc"] for error in errors):
+            problems |= dict.fromkeys(line for line in lines if not doubtful & set(re.findall(r"\w+", line)))
+            parts = {name: _sections(Config)[name].model_validate(value.get(name, {})) for name in _sections(Config)}
+            return Config.model_construct(**parts), tuple(problems)
+        problems |= dict.fromkeys(lines)
+        wrong = []
+        for error in errors:
+            doubtful |= set(re.findall(r"did you mean '(\w+)'", " ".join(_explain(dict(error)))))
+            place, owner, key = value, {}, None
+            for part in error["loc"]:
+                if not isinstance(place, dict) or part not in place:
+                    break
+                place, owner, key = place[part], place, part
+            wrong.append((owner, key))
+        for owner, key in wrong:
+            doubtful.add(str(key))
+            owner.pop(key, None)
+        value = {key: v for key, v in value.items() if isinstance(key, str)}
 
 
 class _Loader(yaml.SafeLoader):
@@ -176,14 +234,14 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as f:
             data = f.read(MAX_CONFIG_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"the configuration can't be read: {e.strerror}", where=str(path), do="check the path") from e
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"the configuration can't be read: {getattr(e, 'strerror', None) or e}", where=str(path), do="check the path") from e
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"larger than {MAX_CONFIG_BYTES} bytes", where=str(path), expected="a small YAML or JSON file", do="check the path")
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else yaml.load(text, _Loader)  # noqa: S506
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        value = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else yaml.load(text, _Loader)
+    except Exception as e:  # hostile text makes the YAML constructors fall over in many ways (KeyError, AttributeError, ...)
         raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {' '.join(str(e).split())}", where=str(path),
                           do="mend the syntax") from e
     if value is None:
@@ -199,28 +257,38 @@ def read_file(path: Path) -> dict[str, Any]:
     return value
 
 
+def examine(path: Path) -> tuple[Config | None, list[str]]:
+    """(what a file says as far as it is sound, every problem of the text); None when it can't be parsed. Raises nothing for a bad file."""
+    try:
+        config, problems = _validated(read_file(path))
+    except ConfigError as e:
+        return None, [str(e)]
+    return _relative_to(config, path), list(problems)
+
+
 def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
     """A Config from a file path, a dict, a Config or None (defaults). Raises ConfigError with every problem in `.problems`."""
     if isinstance(source, Config):
         return source
-    where = "" if not isinstance(source, str | Path) else str(source)
-    value = {} if source is None else source if isinstance(source, dict) else read_file(Path(source))
-    try:
-        config = Config.model_validate(value)
-    except ValidationError as e:
-        problems = tuple(dict.fromkeys(_explain(dict(p)) for p in e.errors()))
+    if not isinstance(source, dict | str | Path | None):
+        raise ConfigError(f"a configuration can't be a {type(source).__name__}", expected="a path, a dict, a Config or None", do="pass one of these")
+    where = str(source) if isinstance(source, str | Path) else ""
+    config, problems = _validated({} if source is None else source if isinstance(source, dict) else read_file(Path(source)))
+    if problems:
         raise ConfigError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration: " + "; ".join(problems),
-                          problems=problems, where=where, do="mend the keys named; `moe-prefetch validate FILE` checks again") from e
-    if where:
-        # Paths in a file are relative to the file, so that a config folder can be moved.
-        base = Path(where).resolve().parent
-        update: dict[str, Any] = {}
-        for section, key in (("experts", "path"), ("probe", "path"), ("kv", "calibration")):
-            part = update.get(section, getattr(config, section))
-            if (p := getattr(part, key)) is not None and not p.is_absolute():
-                update[section] = part.model_copy(update={key: base / p})
-        config = config.model_copy(update=update)
-    return config
+                          problems=problems, where=where, do="mend the keys named; `moe-prefetch validate FILE` checks again")
+    return _relative_to(config, Path(where)) if where else config
+
+
+def _relative_to(config: Config, path: Path) -> Config:
+    """Paths in a file are relative to the file, so that a config folder can be moved."""
+    base = path.resolve().parent
+    update: dict[str, Any] = {}
+    for section, key in (("experts", "path"), ("probe", "path"), ("kv", "calibration")):
+        part = getattr(config, section)
+        if (p := getattr(part, key)) is not None and not p.is_absolute():
+            update[section] = part.model_copy(update={key: base / p})
+    return config.model_copy(update=update)
 
 
 def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int, reserve: int = 0) -> int:

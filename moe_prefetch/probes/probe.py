@@ -303,11 +303,7 @@ class RoutingProbe:
     def from_pretrained(cls, folder: Path | str, gates: Sequence[GateSpec]) -> RoutingProbe:
         """Read a probe for the model that `gates` came from. Raises ArtefactError (missing, altered, hostile, other version) and
         ProbeMismatchError (made for other dimensions or other router weights)."""
-        folder = Path(folder)
-        config = read_json(contained(folder, "config.json"))
-        if not isinstance(config, dict) or config.get("format") != "moe_prefetch.probe" or config.get("version") != VERSION:
-            raise ArtefactError("not a routing probe of this version", where=str(folder),
-                                expected=f"format moe_prefetch.probe, version {VERSION}", do="fit the probe again with this version")
+        config, residuals = read_folder(folder)
         probe = cls(gates)
         have = {"layers": probe.layers, "experts": probe.experts, "hidden": gates[0].hidden, "top_k": probe.top_k}
         wrong = {k: config.get(k) for k, v in have.items() if config.get(k) != v}
@@ -317,15 +313,24 @@ class RoutingProbe:
         if config.get("gate_hash") != gate_hash(gates):
             raise ProbeMismatchError("the probe was made for other router weights", where=str(folder),
                                      expected="the gate hash of this model", do="fit it again after every change of the router")
-        tensors = load_tensors(contained(folder, "model.safetensors"), sha256=str(config.get("weights_sha256")), cap=MAX_BYTES)
-        try:
-            for h in HORIZONS:
-                if f"h{h}.down" in tensors:
-                    probe.residuals[h] = _read_residual(h, tensors, config["used"][str(h)], config, str(folder))
-        except (KeyError, TypeError, IndexError, RuntimeError) as e:
-            raise ArtefactError(f"the probe's parts do not fit together: {e}", where=str(folder), do="fit the probe again") from e
+        probe.residuals = residuals
         probe.refresh()
         return probe
+
+
+def read_folder(folder: Path | str) -> tuple[dict[str, Any], list[Residual | None]]:
+    """What `save_pretrained` wrote, checked as far as it can be without the model: (config, residuals by horizon). Raises ArtefactError."""
+    folder = Path(folder)
+    config = read_json(contained(folder, "config.json"))
+    if not isinstance(config, dict) or config.get("format") != "moe_prefetch.probe" or config.get("version") != VERSION:
+        raise ArtefactError("not a routing probe of this version", where=str(folder),
+                            expected=f"format moe_prefetch.probe, version {VERSION}", do="fit the probe again with this version")
+    tensors = load_tensors(contained(folder, "model.safetensors"), sha256=str(config.get("weights_sha256")), cap=MAX_BYTES)
+    try:
+        return config, [_read_residual(h, tensors, config["used"][str(h)], config, str(folder)) if f"h{h}.down" in tensors else None
+                        for h in HORIZONS]
+    except (KeyError, TypeError, IndexError, RuntimeError) as e:
+        raise ArtefactError(f"the probe's parts do not fit together: {e}", where=str(folder), do="fit the probe again") from e
 
 
 def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], config: dict[str, Any], where: str) -> Residual:

@@ -1,0 +1,253 @@
+"""The configuration: every problem is named at once, the nearest name is given, hostile text is refused."""
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from moe_prefetch import config
+from moe_prefetch.config import Config, ExpertsConfig, load, parse_bytes, slots_per_layer
+from moe_prefetch.errors import BudgetError, ConfigError
+
+
+def problems(source):
+    with pytest.raises(ConfigError) as e:
+        load(source)
+    assert e.value.problems
+    return e.value.problems
+
+
+def write(folder, text, name="config.yaml"):
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# reading ------------------------------------------------------------------------------------------------------------------
+def test_defaults():
+    assert load(None) == load({}) == Config()
+    assert load(None).experts.home == "local" and load(None).kv.format == "fp16"
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load(write(tmp_path, "")) == load(write(tmp_path, "# nothing\n")) == Config()
+
+
+def test_a_config_passes_through():
+    c = load({"experts": {"home": "disk", "resident": 3}})
+    assert load(c) is c
+
+
+@pytest.mark.parametrize("source", [5, 1.5, ["experts"], ("a",), b"x"], ids=str)
+def test_what_is_no_config(source):
+    with pytest.raises(ConfigError, match="can't be a"):
+        load(source)
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        load(None).experts.threads = 9
+
+
+def test_the_callers_dict_is_left_alone():
+    value = {"experts": {"hom": 1, "threads": -1}}
+    with pytest.raises(ConfigError):
+        load(value)
+    assert value == {"experts": {"hom": 1, "threads": -1}}
+
+
+def test_paths_are_relative_to_the_file(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    path = write(tmp_path / "sub", "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {calibration: /abs/cal}\n")
+    monkeypatch.chdir(tmp_path)
+    c = load(os.path.relpath(path))
+    assert c.experts.path == tmp_path / "sub" / "records"
+    assert c.probe.path.resolve() == tmp_path / "probe"
+    assert str(c.kv.calibration) == "/abs/cal"
+    # In a dict they are the caller's own.
+    assert str(load({"experts": {"home": "disk", "path": "records"}}).experts.path) == "records"
+
+
+def test_a_deepspeed_section(tmp_path):
+    ds = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "moe_prefetch": {"experts": {"home": "disk", "resident": "50%", "path": "r"}}}
+    c = load(write(tmp_path, json.dumps(ds), "ds.json"))
+    assert c.experts.resident == "50%" and c.experts.path == tmp_path / "r"
+    assert load(write(tmp_path, json.dumps(ds["moe_prefetch"]), "own.json")) == c
+    with pytest.raises(ConfigError, match="not an object"):
+        load(write(tmp_path, '{"moe_prefetch": 3}', "ds.json"))
+    ds["moe_prefetch"]["experts"]["resdent"] = 1
+    assert "did you mean 'resident'" in problems(write(tmp_path, json.dumps(ds), "ds.json"))[0]
+
+
+# problems ------------------------------------------------------------------------------------------------------------------
+def test_every_problem_is_listed():
+    found = problems({
+        "experts": {"home": "dsk", "residnt": "50%", "threads": 0, "deadline": -1, "drive": {"bandwith": 1, "latency": 99}},
+        "probes": {"path": "x"}, "kv": {"format": "fp5", "window": -1, "layers": {"-1": "fp8", "0": "fp9"}}, "version": 2})
+    for fragment in ("experts.home: Input should be", "experts.residnt: unknown key; did you mean 'resident'?", "experts.threads:", "experts.deadline:",
+                     "experts.drive.bandwith: unknown key; did you mean 'bandwidth'?", "experts.drive.latency", "probes: unknown key; did you mean 'probe'?",
+                     "kv.format:", "kv.window:", "kv.layers.0", "version:"):
+        assert any(fragment in p for p in found), (fragment, found)
+
+
+def test_rules_over_several_keys_are_listed_beside_wrong_keys():
+    found = problems({"experts": {"home": "local", "path": "x", "threads": 8}, "kv": {"windw": 3}})
+    assert len(found) == 3
+    assert any("experts.path is set" in p for p in found) and any("experts.threads is set" in p for p in found) and any("windw" in p for p in found)
+
+
+@pytest.mark.parametrize("value", [
+    {"experts": {"hom": "disk", "resident": "50%"}},
+    {"experts": {"home": "dsk", "resident": "50%"}},
+    {"experts": {"home": "disk", "plan": "probe"}, "probe": {"pth": "x"}},
+    {"experts": {"home": "disk", "plan": "probe"}, "probe": {"path": 5}},
+    {"experts": {"home": "disk", "plan": "probe"}, "probe": [1]},
+], ids=str)
+def test_one_mistake_is_one_problem(value):
+    """A rule that rests on a key which is wrong is not judged."""
+    assert len(problems(value)) == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("resident", "50%"), ("resident", 4), ("plan", "probe"), ("path", "x"), ("threads", 2), ("drive", {}),
+                                            ("deadline", 1.0)])
+def test_no_setting_is_ignored_in_silence(key, value):
+    assert any(f"experts.{key} is set, but experts.home: local" in p for p in problems({"experts": {key: value}}))
+
+
+def test_a_probe_that_would_not_be_used():
+    assert any("probe.path is set" in p for p in problems({"probe": {"path": "x"}}))
+
+
+def test_a_probe_plan_without_a_probe():
+    assert problems({"experts": {"home": "disk", "plan": "probe"}}) == (
+        "experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)",)
+
+
+def test_a_layer_named_twice():
+    assert any("twice" in p for p in problems({"kv": {"layers": {"1": "fp8", 1: "fp16"}}}))
+
+
+@pytest.mark.parametrize("value", [True, False, 0, -3, "0%", "101%", "-5%", "nan%", "inf%", "x%", "half", "", "2 XB", "0GB", "-1GB", 1.5, None, [1],
+                                   "9" * 400, "1." + "0" * 400, "٣GB"], ids=lambda v: str(v)[:12])
+def test_resident_that_is_no_budget(value):
+    assert any("experts.resident" in p for p in problems({"experts": {"home": "disk", "resident": value}}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0, -1, "fast", None, 10**400])
+def test_a_drive_that_is_no_drive(value):
+    assert any("bandwidth" in p for p in problems({"experts": {"home": "disk", "drive": {"bandwidth": value}}}))
+
+
+@pytest.mark.parametrize("value", [10**5000 - 1, 1 << 20000, "x" * 100000], ids=["digits", "bits", "text"])
+def test_values_too_long_to_print(value):
+    for p in problems({"experts": {"home": "disk", "threads": value}}):
+        assert len(p) < 400
+
+
+# hostile text --------------------------------------------------------------------------------------------------------------
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
+
+
+@pytest.mark.parametrize("text", [
+    BOMB, "experts: &x {home: disk}\nkv: *x\n", "experts: {home: disk, home: local}\n", "experts: {}\nexperts: {}\n", "- a\n- b\n", "just text\n", "[" * 5000,
+    "{" * 5000, "a: b: c\n", "experts: {home: disk\n", "\t- x", "!!python/object/apply:os.system ['true']\n", "--- a\n--- b\n", "? [a, b]\n: c\n",
+    "experts: !!timestamp 'x'\n", "experts: !!bool 'x'\n", "experts: !!int ''\n", "experts: !!float ''\n", "experts: !!binary '%%'\n", "? {a: b}\n: c\n",
+    "experts: !!set {a, b}\n", "1: 2\n", "null: 1\n", "true: {}\n", "experts: 0x" + "f" * 20000 + "\n", "experts: {threads: 0x" + "f" * 20000 + "}\n",
+    b"\xff\xfe\x00", b"a\x00b", b"\x80abc", "experts: {threads: .nan}\n", "experts: {home: disk, deadline: .inf}\n", "<<: {experts: 3}\n", "<<: 3\n",
+    "experts: {threads: 9999999999999999999999}\n",
+], ids=lambda t: repr(t[:24]))
+def test_hostile_yaml(tmp_path, text):
+    start = time.perf_counter()
+    with pytest.raises(ConfigError):
+        load(write(tmp_path, text))
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("text", ['{"experts": {"threads": NaN}}', '{"a": 1, "a": 2}', '{"experts": {"home": "disk", "home": "local"}}', "[1]", "3", "", "{",
+                                  '{"moe_prefetch": {"x": 1}}', '{"experts": ' + "[" * 100000, '{"x": 1' + "0" * 5000 + "}", '{"\\ud800": 1}'],
+                         ids=lambda t: repr(t[:24]))
+def test_hostile_json(tmp_path, text):
+    with pytest.raises(ConfigError):
+        load(write(tmp_path, text, "c.json"))
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    path = write(tmp_path, "#" * (config.MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        load(path)
+    with pytest.raises(ConfigError, match="larger than"):
+        load("/dev/zero")
+
+
+@pytest.mark.parametrize("path", ["", ".", "nowhere.yaml", "a\0b", "x" * 5000])
+def test_no_such_file(path):
+    with pytest.raises(ConfigError, match="can't be read"):
+        load(path)
+
+
+@given(st.text(alphabet=st.sampled_from("aeh:{}[]!&*?<-'\"\n %0159.xdisk_,|>#@`~"), max_size=60))
+@example("!!omap [a: b]")
+@example("!!pairs [a]")
+def test_any_text_is_a_config_or_a_config_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / f"any-{threading.get_ident()}.yaml"
+    path.write_text(text)
+    try:
+        assert isinstance(load(path), Config)
+    except ConfigError:
+        pass
+
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+                      lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["home", "path", "layers", "drive", "0", "x"]), v, max_size=3), max_leaves=6)
+
+
+@given(st.dictionaries(st.sampled_from(["version", "experts", "probe", "kv", "expert"]), st.dictionaries(
+    st.sampled_from([*ExpertsConfig.model_fields, "format", "window", "layers", "calibration", "x"]), VALUES, max_size=4) | VALUES, max_size=3))
+def test_any_value_is_a_config_or_lists_its_problems(value):
+    try:
+        assert isinstance(load(value), Config)
+    except ConfigError as e:
+        assert e.problems and all(isinstance(p, str) and p for p in e.problems)
+
+
+# budgets --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1024", 1024), (" 2 GB ", 2 * 10**9), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("3b", 3),
+                                            ("9007199254740993", 9007199254740993)])
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(1, 12), st.integers(1, 64), st.integers(1, 10**6), st.integers(0, 8), st.integers(1, 10**12))
+def test_a_size_is_never_exceeded(layers, experts, record, reserve, budget):
+    c = ExpertsConfig(home="disk", resident=f"{budget}B")
+    try:
+        slots = slots_per_layer(c, num_layers=layers, num_experts=experts, record_bytes=record, reserve=reserve)
+    except BudgetError:
+        assert budget < (layers + reserve) * record
+        return
+    assert 1 <= slots <= experts
+    assert (slots * layers + reserve) * record <= budget
+    assert slots == experts or ((slots + 1) * layers + reserve) * record > budget
+
+
+@pytest.mark.parametrize(("resident", "slots"), [("100%", 8), ("50%", 4), ("12.5%", 1), ("99%", 7), (8, 8), (1, 1)])
+def test_shares_and_counts(resident, slots):
+    assert slots_per_layer(ExpertsConfig(home="disk", resident=resident), num_layers=4, num_experts=8, record_bytes=4096) == slots
+
+
+@pytest.mark.parametrize("resident", ["12%", 9, 10**30])
+def test_shares_and_counts_out_of_range(resident):
+    with pytest.raises(BudgetError):
+        slots_per_layer(ExpertsConfig(home="disk", resident=resident), num_layers=4, num_experts=8, record_bytes=4096)
+
+
+def test_the_schema_names_every_key():
+    schema = json.dumps(Config.model_json_schema())
+    for section in (Config, ExpertsConfig):
+        for key in section.model_fields:
+            assert f'"{key}"' in schema
