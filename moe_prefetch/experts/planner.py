@@ -39,13 +39,14 @@ def plan_value(residency: Residency, forecast: Forecast, budget: Budget, keep_E:
     use, score = _scores(residency, forecast.prob_E, keep_E)
     resident = {s.expert for s in residency.slots if s.expert >= 0}
     gain = {e: score[e] - (PROB_ONE - use[e]) * WASTE // 16 for e in range(len(use)) if e not in resident}
-    candidates = sorted(gain, key=lambda e: (-gain[e], e))
+    # A fetch ahead must pay by its own use; one that would only be kept for later can wait for its demand.
+    candidates = sorted((e for e in gain if use[e] * 16 > (PROB_ONE - use[e]) * WASTE), key=lambda e: (-gain[e], e))
     # A FILLING slot can't be planned: its mover owns it.
     victims = sorted((score[s.expert] if s.state is SlotState.READY else 0, i)
                      for i, s in enumerate(residency.slots) if s.state is not SlotState.FILLING)
     moves = []
     for expert, (cost, slot) in zip(candidates[: budget.moves], victims, strict=False):
-        if gain[expert] - cost <= HYSTERESIS or use[expert] * 16 <= (PROB_ONE - use[expert]) * WASTE:
+        if gain[expert] - cost <= HYSTERESIS:
             break
         moves.append(Move(residency.layer, expert, slot, residency.slots[slot].generation + 1))
     return Plan(residency.layer, forecast.step, tuple(moves))
