@@ -211,7 +211,8 @@ def unpack(records: torch.Tensor, layout: PageLayout) -> Parts:
     trailer = part("trailer").contiguous().view(torch.int32)
     return Parts(
         unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True),
-        unpack_codes(part("v_codes"), layout.v_dim, layout.format, is_k=False) if layout.v_dim else records.new_zeros(*records.shape[:-1], PAGE, 0),
+        unpack_codes(part("v_codes"), layout.v_dim, layout.format, is_k=False) if layout.v_dim
+        else records.new_zeros(*records.shape[:-1], PAGE, 0, dtype=torch.float16 if layout.format.code == "fp16" else torch.uint8),
         part("k_scales").unflatten(-1, (PAGE, layout.k_blocks)),
         part("v_scales").unflatten(-1, (rows, cols)),
         part("k_outliers").contiguous().view(torch.float16).unflatten(-1, (PAGE, layout.outliers)),

@@ -35,7 +35,7 @@ def encode_naive(pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tenso
         k_code, v_code, k_scale, v_scale = k.half(), v.half(), None, None
     elif fmt.code == "fp8":
         k_code, k_scale = law.fp8_rows(k)
-        v_code, v_scale = law.fp8_rows(v)
+        v_code, v_scale = law.fp8_rows(v) if layout.v_dim else (v.to(torch.uint8), None)
     else:
         k = k - k_mean
         at = channels.long().clamp(min=0).expand(len(k), -1, -1)
@@ -109,7 +109,8 @@ def decode_naive(records_XNb: torch.Tensor, book: Book, layout: PageLayout) -> t
         k, v = parts.k_codes.float(), parts.v_codes.float()
     elif fmt.code == "fp8":
         k = parts.k_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.k_scales, fmt)
-        v = parts.v_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.v_scales, fmt)
+        v = parts.v_codes.contiguous().view(torch.float8_e4m3fn).float()
+        v = v * law.scale_values(parts.v_scales, fmt) if layout.v_dim else v
     else:
         factor = law.pow2(parts.factor) if fmt.scale == "e4m3" else torch.ones_like(parts.factor, dtype=torch.float32)
         k = law.fp4_values(parts.k_codes) * _spread(parts.k_scales, factor[..., 0], layout.k_dim, fmt.block, layout)
@@ -119,15 +120,15 @@ def decode_naive(records_XNb: torch.Tensor, book: Book, layout: PageLayout) -> t
             out = torch.where((channels >= 0)[:, None], parts.k_outliers.float(), 0.0)
             k = k.scatter_add(-1, at, out)
         k = k + k_mean[:, None]
-        if not layout.v_dim:
-            v = k
-        elif fmt.v_axis == "token":
+        v = parts.v_codes
+        if layout.v_dim and fmt.v_axis == "token":
             v = law.fp4_values(parts.v_codes) * _spread(parts.v_scales, factor[..., 1], layout.v_dim, fmt.v_group, layout)
             v = v / v_gain[:, None]
-        else:
+        elif layout.v_dim:
             s = law.scale_values(parts.v_scales, fmt) * factor[..., 1, None, None]
             v = law.fp4_values(parts.v_codes) * s.repeat_interleave(fmt.v_group, -1).mT
             v = v / v_gain[:, None]
+    v = v if layout.v_dim else k
     return torch.cat([k, parts.k_rope.float()], -1) if layout.rope else k, v
 
 

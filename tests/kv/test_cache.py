@@ -1,0 +1,227 @@
+"""The transformers cache: every operation, and generate() with beams, drafts and shared prefixes."""
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from moe_prefetch.config import KVConfig
+from moe_prefetch.errors import CacheError, ConfigError
+from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
+from moe_prefetch.kv.attention import attend
+
+from . import models
+
+FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+
+
+@pytest.fixture(scope="module")
+def llama():  # noqa: ANN201
+    return models.llama()
+
+
+@pytest.fixture(scope="module")
+def stats(llama):  # noqa: ANN001, ANN201
+    return calibrate(llama, models.ids(200, 2, seed=9))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_beams_equal_unshared_beams(llama, stats, format: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    """Beams that share pages against beams each of which holds pages of its own."""
+    prompt = models.ids(70, 2)
+    cache = make_cache(llama.config, models.config(format), stats)
+    shared = models.generate(llama, prompt, cache, num_beams=3)
+    cache.check_integrity()
+    assert any(r > 1 for layer in cache.layers for r in layer.store.pages.refs)
+
+    def unshare(self: PagedLayer, indices) -> None:  # noqa: ANN001
+        if self.store is not None:
+            self.store.select(list(indices))
+            book = self.store.pages
+            for row in book.rows:
+                for i, page in enumerate(row.pages):
+                    if book.refs[page] > 1:
+                        own = book._alloc()
+                        if own >= len(self.store.pool):
+                            self.store.pool = torch.cat([self.store.pool, self.store.pool[:1]])
+                        self.store.pool[own] = self.store.pool[page]
+                        row.pages[i] = own
+                        book._release(page)
+
+    monkeypatch.setattr(PagedLayer, "_select", unshare)
+    cache = make_cache(llama.config, models.config(format), stats)
+    assert torch.equal(models.generate(llama, prompt, cache, num_beams=3), shared)
+    cache.check_integrity()
+    assert all(r <= 1 for layer in cache.layers for r in layer.store.pages.refs)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_assisted_decoding_equals_greedy(llama, stats, format: str) -> None:  # noqa: ANN001
+    prompt = models.ids(12).repeat(1, 6)
+    make = lambda: make_cache(llama.config, models.config(format), stats)  # noqa: E731
+    greedy = models.generate(llama, prompt, make(), n=40)
+    assert torch.equal(models.generate(llama, prompt, make(), n=40, prompt_lookup_num_tokens=5), greedy)
+    assert torch.equal(models.generate(llama, prompt, make(), n=40, assistant_model=models.llama(layers=1), num_assistant_tokens=5), greedy)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_shared_prefix_equals_an_unshared_one(llama, stats, format: str) -> None:  # noqa: ANN001
+    """One prefix, forked for three questions, against each question with a prefix of its own."""
+    prefix, tails = models.ids(150), models.ids(20, 3, seed=5)
+    cache = make_cache(llama.config, models.config(format), stats)
+    with torch.no_grad():
+        llama(input_ids=prefix, past_key_values=cache)
+        alone = []
+        for t in tails:
+            own = copy.deepcopy(cache)
+            alone.append(models.generate(llama, torch.cat([prefix, t[None]], 1), own))
+        cache.batch_repeat_interleave(3)
+    assert all(s.store.pages.pages_held == len(s.store.pages.rows[0].pages) for s in cache.layers)
+    together = models.generate(llama, torch.cat([prefix.expand(3, -1), tails], 1), cache)
+    cache.check_integrity()
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_fp16_format_changes_no_token(llama) -> None:  # noqa: ANN001
+    prompt = models.ids(60, 2)
+    assert torch.equal(models.generate(llama, prompt, make_cache(llama.config, models.config("fp16"))), models.generate(llama, prompt, None))
+
+
+@pytest.mark.parametrize("format", ["fp4-quality", "fp8"])
+def test_left_padding_changes_nothing(llama, stats, format: str) -> None:  # noqa: ANN001
+    """A padded batch against each row alone, the cache told about the padding."""
+    long, short = models.ids(80), models.ids(50, seed=3)
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 30, dtype=torch.long), short], 1)])
+    mask = torch.ones_like(batch)
+    mask[1, :30] = 0
+    cache = make_cache(llama.config, models.config(format), stats)
+    cache.set_padding(mask)
+    got = models.generate(llama, batch, cache, mask=mask)
+    for row, prompt in ((0, long), (1, short)):
+        alone = models.generate(llama, prompt, make_cache(llama.config, models.config(format), stats))
+        assert torch.equal(got[row, 80:], alone[0, prompt.shape[1] :])
+
+
+def test_every_cache_operation(llama, stats) -> None:  # noqa: ANN001
+    cache = make_cache(llama.config, models.config(), stats)
+    assert cache.get_seq_length() == 0 and cache.get_mask_sizes(5, 0) == (5, 0)
+    with torch.no_grad():
+        llama(input_ids=models.ids(100, 2), past_key_values=cache)
+    read = lambda: cache.layers[1].store.gather()[0]  # noqa: E731
+    assert cache.get_seq_length() == 100 and cache.get_mask_sizes(3, 1) == (103, 0) and cache.is_croppable
+    first = read()
+    cache.crop(-7)
+    assert cache.get_seq_length() == 93 and torch.equal(read(), first[:, :, :93])
+    cache.crop(90)
+    assert cache.get_seq_length() == 90
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(read(), first[[1, 0], :, :90])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(read(), first[[1, 1, 0, 0], :, :90])
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert torch.equal(read(), first[[0, 1], :, :90])
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(read(), first[[1], :, :90])
+    cache.check_integrity()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    with pytest.raises(CacheError, match="offload"):
+        cache.layers[0].offload()
+
+
+def test_update_returns_what_attention_sees(llama, stats) -> None:  # noqa: ANN001
+    """Decoded past, this call's own K and V to the bit, and the same numbers as attention over the store."""
+    layer = make_cache(llama.config, models.config(), stats).layers[0]
+    k, v = torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)
+    out = layer.update(k, v)
+    assert torch.equal(out[0], k) and torch.equal(out[1], v)
+    new_k, new_v, q = torch.randn(1, 2, 1, 64).half().float(), torch.randn(1, 2, 1, 64).half().float(), torch.randn(1, 6, 1, 64)
+    keys, values = layer.update(new_k, new_v)
+    assert torch.equal(keys[:, :, -1:], new_k) and keys.shape[2] == 131
+    assert not torch.equal(keys[:, :, 4:100], k[:, :, 4:100]) and torch.equal(keys[:, :, :4], k[:, :, :4].half().float())
+    sdpa = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=0.1, enable_gqa=True)
+    assert torch.allclose(attend(layer.store, q, scale=0.1)[0], sdpa, atol=1e-5)
+
+
+def test_held_bytes_are_all_storages_and_match_the_formula(llama, stats) -> None:  # noqa: ANN001
+    for format in FORMATS:
+        cache = make_cache(llama.config, models.config(format, window=64), stats)
+        for layer in cache.layers:
+            layer.update(torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 64))
+            layer.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64))
+        lay = cache.layers[0].store.layout
+        formula = 2 * 2 * (lay.held_bytes(3000, 4, 64) + lay.book_bytes)
+        assert abs(cache.held_bytes() - formula) / formula < 0.02
+        assert cache.bits_per_element() == pytest.approx(8 * cache.held_bytes() / (2 * 2 * 128 * 3001))
+        assert len({t.untyped_storage().data_ptr() for x in cache.layers for t in (x.store.pool, x.store.recent_k, x.store.recent_v)}) == 6
+
+
+def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:  # noqa: ANN001
+    cache = make_cache(llama.config, models.config(layers={1: "fp8"}), stats)
+    assert [x.format.name for x in cache.layers] == ["fp4-quality", "fp8"]
+    models.generate(llama, models.ids(60), cache)
+    with pytest.raises(ConfigError, match="layer 5"):
+        make_cache(llama.config, models.config(layers={5: "fp8"}))
+
+
+def test_calibration_comes_from_its_file_and_must_fit(llama, stats, tmp_path: Path) -> None:  # noqa: ANN001
+    stats.save(tmp_path)
+    kv = models.config(calibration=tmp_path)
+    prompt = models.ids(60)
+    a = models.generate(llama, prompt, make_cache(llama.config, kv))
+    assert torch.equal(a, models.generate(llama, prompt, make_cache(llama.config, models.config(), stats)))
+    other = models.llama(head_dim=128)
+    with pytest.raises(ConfigError, match="calibration"):
+        models.generate(other, prompt, make_cache(other.config, kv))
+
+
+def test_without_calibration_each_sequence_makes_its_own_codebook(llama) -> None:  # noqa: ANN001
+    prompt = models.ids(90, 2)
+    cache = make_cache(llama.config, models.config())
+    both = models.generate(llama, prompt, cache)
+    books = cache.layers[0].store.books
+    assert books[0] is not books[1] and not torch.equal(books[0][1], books[1][1])
+    for b in range(2):
+        assert torch.equal(models.generate(llama, prompt[b : b + 1], make_cache(llama.config, models.config()))[0], both[b])
+
+
+def test_calibration_leaves_the_model_as_it_was(llama) -> None:  # noqa: ANN001
+    before = llama.config._attn_implementation
+    logits = llama(input_ids=models.ids(20)).logits
+    one = calibrate(llama, models.ids(60, 2))
+    assert llama.config._attn_implementation == before and torch.equal(llama(input_ids=models.ids(20)).logits, logits)
+    assert one == calibrate(llama, models.ids(60, 2)) and set(one.layers) == {0, 1} and one.layers[0].tokens == 2 * 56
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp8", "fp4-quality"])
+def test_mla_models_keep_latent_and_rotary_part(format: str) -> None:
+    model = models.deepseek()
+    prompt = models.ids(70)
+    cache = make_cache(model.config, models.config(format))
+    with torch.no_grad():
+        exact = model(input_ids=prompt).logits[0, -1].softmax(-1)
+        model(input_ids=prompt[:, :-1], past_key_values=cache)
+        got = model(input_ids=prompt[:, -1:], past_key_values=cache).logits[0, -1].softmax(-1)
+    lay = cache.layers[0].store.layout
+    assert (lay.k_dim, lay.v_dim, lay.rope) == (64, 0, 16)
+    assert (got - exact).abs().sum() < {"fp16": 0.02, "fp8": 0.3, "fp4-quality": 1.2}[format]
+    models.generate(model, prompt, make_cache(model.config, models.config(format)), num_beams=2)
+
+
+def test_sliding_layers_stay_as_configured() -> None:
+    model = models.gpt_oss()
+    cache = make_cache(model.config, models.config())
+    kinds = [type(x) for x in cache.layers]
+    assert kinds == [DynamicSlidingWindowLayer, PagedLayer]
+    models.generate(model, models.ids(70, 2), cache)
+    assert cache.held_bytes() > sum(x.store.held_bytes() for x in cache.layers if isinstance(x, PagedLayer))
+
+
+def test_window_zero_and_no_sinks_work(llama, stats) -> None:  # noqa: ANN001
+    cache = make_cache(llama.config, KVConfig(format="fp4-72", window=0, sinks=0), stats)
+    models.generate(llama, models.ids(30), cache)
+    cache.check_integrity()
+    assert cache.layers[0].store.recent_k.shape[2] <= 1
