@@ -1,13 +1,17 @@
 """KV quality: what each format does to answers, teacher-forced, next to what people use today, on the same text in the same run.
 
-    python benchmarks/kv_quality.py --text validation.txt                       # 24 x 2,048 tokens: about an hour of two cores, minutes of a GPU
+    python benchmarks/kv_quality.py --text validation.txt                       # 24 x 2,048 tokens: about an hour of two cores, minutes
+    of a GPU
     python benchmarks/kv_quality.py --text validation.txt --texts 2 --length 1024 --only fp4-quality
     python benchmarks/kv_quality.py --text validation.txt --passkey 20 --length 8192
 
-Ours: encode, pages and attention as decode uses them (`attend_as_decoded`; a test holds it against stepwise decode), calibrated on the end of the
-file, measured on its start. Peers: the quantisers that transformers' QuantizedCache calls, over all of K and V, without their FP16 remainder. Bits count
+Ours: encode, pages and attention as decode uses them (`attend_as_decoded`; a test holds it against stepwise decode), calibrated on the
+end of the
+file, measured on its start. Peers: the quantisers that transformers' QuantizedCache calls, over all of K and V, without their FP16
+remainder. Bits count
 codes, scales, zero points (16 bits each in peers) and, for ours, all else a sequence of 32k holds. Rows are appended with --out.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,10 +36,17 @@ from moe_prefetch.kv.gate import Drift, drift
 COLUMNS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 CHECKED = "tests/kv/test_attention.py::test_one_pass_equals_stepwise_decode"
 OURS = {
-    "fp8": ("fp8", "importance", 64), "fp4-72": ("fp4-72", "importance", 64), "fp4-quality": ("fp4-quality", "importance", 64),
-    "fp4-72_nowindow": ("fp4-72", "importance", 0), "fp4-quality_nowindow": ("fp4-quality", "importance", 0), "fp4-quality_topn": ("fp4-quality", "topn", 64),
-    "fp4-quality_sigma": ("fp4-quality", "sigma", 64), "fp4-quality_none": ("fp4-quality", "none", 64), "fp4-72-c64": ("fp4-72-c64", "importance", 64),
-    "nvfp4_nowindow": ("nvfp4", "none", 0), "mxfp4_nowindow": ("mxfp4", "none", 0),
+    "fp8": ("fp8", "importance", 64),
+    "fp4-72": ("fp4-72", "importance", 64),
+    "fp4-quality": ("fp4-quality", "importance", 64),
+    "fp4-72_nowindow": ("fp4-72", "importance", 0),
+    "fp4-quality_nowindow": ("fp4-quality", "importance", 0),
+    "fp4-quality_topn": ("fp4-quality", "topn", 64),
+    "fp4-quality_sigma": ("fp4-quality", "sigma", 64),
+    "fp4-quality_none": ("fp4-quality", "none", 64),
+    "fp4-72-c64": ("fp4-72-c64", "importance", 64),
+    "nvfp4_nowindow": ("nvfp4", "none", 0),
+    "mxfp4_nowindow": ("mxfp4", "none", 0),
 }
 Bits = list[float]
 Peer = Callable[[Bits], Callable]
@@ -72,7 +83,9 @@ def hqq(group: int) -> Peer:
         layer = HQQQuantizedLayer(nbits=4, axis_key=1, axis_value=1, q_group_size=group)
 
         def one(x: torch.Tensor) -> torch.Tensor:
-            q, meta = layer.quantizer.quantize(x.contiguous(), axis=1, device=str(x.device), compute_dtype=x.dtype, nbits=4, group_size=group)
+            q, meta = layer.quantizer.quantize(
+                x.contiguous(), axis=1, device=str(x.device), compute_dtype=x.dtype, nbits=4, group_size=group
+            )
             bits.append(4 + 16 * (meta["scale"].numel() + meta["zero"].numel()) / x.numel())
             return layer.quantizer.dequantize(q, {**meta, "compute_dtype": x.dtype}).reshape(x.shape)
 
@@ -82,7 +95,11 @@ def hqq(group: int) -> Peer:
 
 
 PEERS: dict[str, Peer] = {
-    "peer-fp8-cast": fp8_cast, "peer-quanto-int4-k0v0": quanto(0, 0), "peer-quanto-int4-k1v0": quanto(-1, 0), "peer-hqq4-g64": hqq(64), "peer-hqq4-g32": hqq(32),
+    "peer-fp8-cast": fp8_cast,
+    "peer-quanto-int4-k0v0": quanto(0, 0),
+    "peer-quanto-int4-k1v0": quanto(-1, 0),
+    "peer-hqq4-g64": hqq(64),
+    "peer-hqq4-g32": hqq(32),
 }
 
 
@@ -94,8 +111,14 @@ def layer_bits(layouts: dict[int, object], window: int) -> float:
 def combine(parts: list[Drift]) -> Drift:
     n = len(parts)
     mean = lambda get: sum(get(p) for p in parts) / n  # noqa: E731
-    return Drift(mean(lambda p: p.kl), mean(lambda p: p.top1), math.exp(mean(lambda p: math.log(p.ppl))), math.exp(mean(lambda p: math.log(p.ppl_fp16))),
-                 sum(p.tokens for p in parts), tuple(mean(lambda p, i=i: p.kl_by_position[i]) for i in range(8)))
+    return Drift(
+        mean(lambda p: p.kl),
+        mean(lambda p: p.top1),
+        math.exp(mean(lambda p: math.log(p.ppl))),
+        math.exp(mean(lambda p: math.log(p.ppl_fp16))),
+        sum(p.tokens for p in parts),
+        tuple(mean(lambda p, i=i: p.kl_by_position[i]) for i in range(8)),
+    )
 
 
 def measure(model: torch.nn.Module, texts: torch.Tensor, stats: OutlierStats, names: list[str]) -> dict[str, tuple[Drift, float]]:
@@ -121,11 +144,15 @@ def measure(model: torch.nn.Module, texts: torch.Tensor, stats: OutlierStats, na
             found.setdefault(name, []).append(drift([reference], [log_probs(model, ids, attention)], [ids]))
             bits[name] = layer_bits(layouts, OURS[name][2]) if layouts else sum(counted) / len(counted)
             d = combine(found[name])
-            print(f"{i + 1}/{len(texts)} {name:24s} KL {d.kl:.5f} ppl {100 * (d.ppl_ratio - 1):+.2f} % top-1 {d.top1:.3f} bits {bits[name]:.3f} ({time.perf_counter() - start:.1f} s)", flush=True)
+            took = time.perf_counter() - start
+            moved = f"KL {d.kl:.5f} ppl {100 * (d.ppl_ratio - 1):+.2f} % top-1 {d.top1:.3f}"
+            print(f"{i + 1}/{len(texts)} {name:24s} {moved} bits {bits[name]:.3f} ({took:.1f} s)", flush=True)
     return {n: (combine(p), bits[n]) for n, p in found.items()}
 
 
-def passkey(model: torch.nn.Module, tokenizer: object, text: str, stats: OutlierStats, count: int, length: int, names: list[str]) -> dict[str, float]:
+def passkey(
+    model: torch.nn.Module, tokenizer: object, text: str, stats: OutlierStats, count: int, length: int, names: list[str]
+) -> dict[str, float]:
     """Share of hidden five-digit keys that greedy decoding would repeat, FP16 first."""
     rng = random.Random(0)
     encode = lambda s: tokenizer(s, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -161,7 +188,21 @@ def append(out: Path, rows: list[tuple[str, str, float, str]], machine: str) -> 
         if new:
             write.writerow(COLUMNS)
         for case, metric, value, unit in rows:
-            write.writerow(["kv-quality", case, metric, f"{value:.6g}", unit, machine, torch.__version__, version("triton"), commit, datetime.date.today().isoformat(), CHECKED])
+            write.writerow(
+                [
+                    "kv-quality",
+                    case,
+                    metric,
+                    f"{value:.6g}",
+                    unit,
+                    machine,
+                    torch.__version__,
+                    version("triton"),
+                    commit,
+                    datetime.date.today().isoformat(),
+                    CHECKED,
+                ]
+            )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -181,7 +222,10 @@ def main(argv: list[str] | None = None) -> None:
     if a.model_dir:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(a.model_dir, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(a.model_dir)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(a.model_dir, dtype=torch.float32).eval(),
+            AutoTokenizer.from_pretrained(a.model_dir),
+        )
     else:
         model, tokenizer = smolmoe.load() if a.model == "smolmoe" else smolmoe.dense_base()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -202,7 +246,12 @@ def main(argv: list[str] | None = None) -> None:
     else:
         for name, (d, bits) in measure(model, ids[: a.texts * a.length].view(a.texts, a.length), stats, a.only).items():
             case = f"{a.model}_{name}" + ("" if (a.texts, a.length) == (24, 2048) else f"_{a.texts}x{a.length}")
-            rows += [(case, "kl", d.kl, "nats"), (case, "ppl_ratio", d.ppl_ratio, "ratio"), (case, "top1", d.top1, "share"), (case, "bits_per_element", bits, "bits")]
+            rows += [
+                (case, "kl", d.kl, "nats"),
+                (case, "ppl_ratio", d.ppl_ratio, "ratio"),
+                (case, "top1", d.top1, "share"),
+                (case, "bits_per_element", bits, "bits"),
+            ]
             rows += [(case, f"kl_part{i + 1}of8", v, "nats") for i, v in enumerate(d.kl_by_position)]
     if a.out:
         append(a.out, rows, machine)

@@ -1,4 +1,7 @@
-"""Stand in for a transformers model's attention for a while, through the library's own registry: for calibration and quality measurements."""
+"""Stand in for a transformers model's attention for a while, through the library's own registry: for calibration and quality
+measurements.
+"""
+
 from __future__ import annotations
 
 import sys
@@ -29,7 +32,12 @@ def replace_attention(model: Any, attention: Attention) -> Iterator[None]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         own = ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
         if own is None:
-            raise UnsupportedModelError(f"attention implementation {before!r} is unknown", where=type(module).__name__, expected="one of transformers' registry", do="set another")
+            raise UnsupportedModelError(
+                f"attention implementation {before!r} is unknown",
+                where=type(module).__name__,
+                expected="one of transformers' registry",
+                do="set another",
+            )
         return attention(own, module, *args, **kwargs)
 
     AttentionInterface.register(name, run)
@@ -44,7 +52,9 @@ def replace_attention(model: Any, attention: Attention) -> Iterator[None]:
 def watch_attention(model: Any, see: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]) -> Any:
     """While open, `see(layer, q_BHTd, k_BNSd, v_BNSd)` is shown what each attention layer computes on; nothing changes."""
 
-    def attention(own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         see(module.layer_idx, query, key, value)
         return own(module, query, key, value, *args, **kwargs)
 

@@ -3,9 +3,11 @@
     cache = make_cache(model.config, config.kv)
     model.generate(**inputs, past_key_values=cache)
 
-`update()` returns ordinary tensors: decoded pages, FP16 sinks and window, and this call's own K and V untouched. So it works with every attention
+`update()` returns ordinary tensors: decoded pages, FP16 sinks and window, and this call's own K and V untouched. So it works with every
+attention
 implementation, and what attention saw is exactly what a kernel over the same pages sees.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,8 +58,12 @@ class PagedLayer(CacheLayerMixin):
 
         adaptive = layout.format.max_bits is not None
         if self.stats is not None and adaptive and (len(self.stats.k2), len(self.stats.k2[0])) != (heads, layout.k_dim):
-            raise ConfigError(f"the calibration of layer {self.number} has {len(self.stats.k2)} heads of {len(self.stats.k2[0])}", where="kv.calibration",
-                              expected=f"{heads} of {layout.k_dim}", do="calibrate this model")
+            raise ConfigError(
+                f"the calibration of layer {self.number} has {len(self.stats.k2)} heads of {len(self.stats.k2[0])}",
+                where="kv.calibration",
+                expected=f"{heads} of {layout.k_dim}",
+                do="calibrate this model",
+            )
         book = from_prompt if adaptive and self.stats is None else make_book(self.stats, layout, heads, self.kv.outliers, device)[0]
         self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], sinks=self.kv.sinks, window=self.kv.window, device=device)
         if self._pads is not None:
@@ -73,6 +79,7 @@ class PagedLayer(CacheLayerMixin):
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         store = self.store
+        assert store is not None
         store.settle()
         past_k, past_v = store.gather(key_states.dtype)
         if self.latent:
@@ -116,7 +123,12 @@ class PagedLayer(CacheLayerMixin):
         self._select(indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist())
 
     def offload(self) -> None:
-        raise CacheError("pages are not offloaded layer by layer", where=f"layer {self.number}", expected="offloading=False", do="choose a smaller KV format instead")
+        raise CacheError(
+            "pages are not offloaded layer by layer",
+            where=f"layer {self.number}",
+            expected="offloading=False",
+            do="choose a smaller KV format instead",
+        )
 
     prefetch = offload
 
@@ -128,7 +140,9 @@ class PagedCache(Cache):
         return (x for x in self.layers if isinstance(x, PagedLayer))
 
     def set_padding(self, attention_mask: torch.Tensor) -> None:
-        """Tell the cache where left padding ends (mask [B, S], 0 = padding), before the first token: padding is then neither stored nor measured."""
+        """Tell the cache where left padding ends (mask [B, S], 0 = padding), before the first token: padding is then neither stored nor
+        measured.
+        """
         for layer in self._paged():
             layer.set_pads((attention_mask.shape[1] - attention_mask.sum(1)).tolist())
 
@@ -160,7 +174,12 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
     """
     text = model_config.get_text_config(decoder=True)
     if bad := [n for n in kv_config.layers if n >= text.num_hidden_layers]:
-        raise ConfigError(f"kv.layers names decoder layer {bad[0]}", where="kv.layers", expected=f"0 to {text.num_hidden_layers - 1}", do="correct the layer numbers")
+        raise ConfigError(
+            f"kv.layers names decoder layer {bad[0]}",
+            where="kv.layers",
+            expected=f"0 to {text.num_hidden_layers - 1}",
+            do="correct the layer numbers",
+        )
     if stats is None and kv_config.calibration is not None:
         stats = OutlierStats.load(kv_config.calibration)
     moments: Mapping[int, LayerStats] = stats.layers if stats is not None else {}
@@ -171,9 +190,11 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
 
 
 def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4) -> OutlierStats:
-    """Run token ids [B, S] (no padding) through the model, one row at a time, and collect the moments that choose outliers, means and gains.
+    """Run token ids [B, S] (no padding) through the model, one row at a time, and collect the moments that choose outliers, means and
+    gains.
 
-    The first `skip` tokens of each row are left out: they stay in FP16 as sinks and their keys are unlike all others. A few thousand tokens are
+    The first `skip` tokens of each row are left out: they stay in FP16 as sinks and their keys are unlike all others. A few thousand
+    tokens are
     enough; layers whose attention brings no plain heads (MLA) are left out.
     """
     seen: dict[int, StatsCollector] = {}

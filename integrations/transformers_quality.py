@@ -1,4 +1,5 @@
 """Teacher-forced quality of KV formats on a transformers model: what decode would answer, in one pass per text."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +27,30 @@ def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None =
     return logits[0].float().log_softmax(-1)
 
 
-def decoded(stats: OutlierStats | None, formats: Mapping[int, str], *, policy: Policy = "importance", sinks: int = 4, window: int = 64,
-            seen: dict[int, PageLayout] | None = None) -> Attention:
+def decoded(
+    stats: OutlierStats | None,
+    formats: Mapping[int, str],
+    *,
+    policy: Policy = "importance",
+    sinks: int = 4,
+    window: int = 64,
+    seen: dict[int, PageLayout] | None = None,
+) -> Attention:
     """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts."""
 
-    def attention(own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         n = module.layer_idx
         if n not in formats:
             return own(module, query, key, value, *args, **kwargs)
         if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-            raise UnsupportedModelError("soft-cap and sink logits are not measured in one pass", where=type(module).__name__, expected="plain softmax attention",
-                                        do="measure by generating with make_cache")
+            raise UnsupportedModelError(
+                "soft-cap and sink logits are not measured in one pass",
+                where=type(module).__name__,
+                expected="plain softmax attention",
+                do="measure by generating with make_cache",
+            )
         fmt = format_of(formats[n])
         outliers = 0 if policy == "none" and fmt.max_bits is not None else None
         layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window)
@@ -44,7 +58,9 @@ def decoded(stats: OutlierStats | None, formats: Mapping[int, str], *, policy: P
         if seen is not None:
             seen[n] = layout
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        out = attend_as_decoded(query, key, value, layout, book, sinks=sinks, window=window, scale=scale, sliding=kwargs.get("sliding_window") or 0)
+        out = attend_as_decoded(
+            query, key, value, layout, book, sinks=sinks, window=window, scale=scale, sliding=kwargs.get("sliding_window") or 0
+        )
         return out.transpose(1, 2).to(query.dtype), None
 
     return attention
@@ -53,15 +69,27 @@ def decoded(stats: OutlierStats | None, formats: Mapping[int, str], *, policy: P
 def through(transform: Transform) -> Attention:
     """The model's own attention over K and V that went through `transform`: how other packages' quantisers are measured."""
 
-    def attention(own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         k, v = transform(module.layer_idx, key, value)
         return own(module, query, k.to(key.dtype), v.to(value.dtype), *args, **kwargs)
 
     return attention
 
 
-def gate(model: Any, texts: Sequence[torch.Tensor], stats: OutlierStats | None, *, format: str, max_kl: float, max_layer_kl: float | None = None,
-         policy: Policy = "importance", sinks: int = 4, window: int = 64) -> Verdict:
+def gate(
+    model: Any,
+    texts: Sequence[torch.Tensor],
+    stats: OutlierStats | None,
+    *,
+    format: str,
+    max_kl: float,
+    max_layer_kl: float | None = None,
+    policy: Policy = "importance",
+    sinks: int = 4,
+    window: int = 64,
+) -> Verdict:
     """Judge `format` on the user's own token ids ([S] each); see `moe_prefetch.kv.gate.judge`. One pass per layer and text."""
 
     def logits_of(formats: Mapping[int, str]) -> list[torch.Tensor]:

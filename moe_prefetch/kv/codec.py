@@ -1,4 +1,5 @@
 """Tensors around the pure parts: calibration sums, codebooks on a device, and their artefact."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,10 +30,18 @@ class StatsCollector:
         heads = k_NTd.shape[0]
         q, k, v = q_HTd.double(), k_NTd.double(), v_NTd.double()
         if not all(bool(x.isfinite().all()) for x in (q, k, v)):
-            raise ShapeError("calibration saw Inf or NaN", where="attention inputs", expected="finite values", do="calibrate on text that the model can run")
+            raise ShapeError(
+                "calibration saw Inf or NaN",
+                where="attention inputs",
+                expected="finite values",
+                do="calibrate on text that the model can run",
+            )
         new = {
             "q2": q.pow(2).mean(1).unflatten(0, (heads, -1)).mean(1) * k.shape[1],
-            "k1": k.sum(1), "k2": k.pow(2).sum(1), "ka": k.abs().sum(1), "v2": v.pow(2).sum(1),
+            "k1": k.sum(1),
+            "k2": k.pow(2).sum(1),
+            "ka": k.abs().sum(1),
+            "v2": v.pow(2).sum(1),
         }
         for name, value in new.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -55,9 +64,16 @@ class OutlierStats:
         path = Path(path)
         tensors = {f"{n}.{m}": torch.tensor(getattr(s, m), dtype=torch.float64) for n, s in self.layers.items() for m in _MOMENTS}
         save_tensors(path / "stats.safetensors", tensors, runtime=runtime)
-        write_json(path / "manifest.json", {
-            "kind": "kv-calibration", "version": STATS_VERSION, "tokens": {str(n): s.tokens for n, s in self.layers.items()},
-            "sha256": sha256_file(path / "stats.safetensors")}, runtime)
+        write_json(
+            path / "manifest.json",
+            {
+                "kind": "kv-calibration",
+                "version": STATS_VERSION,
+                "tokens": {str(n): s.tokens for n, s in self.layers.items()},
+                "sha256": sha256_file(path / "stats.safetensors"),
+            },
+            runtime,
+        )
 
     @classmethod
     def load(cls, path: Path) -> OutlierStats:
@@ -65,14 +81,24 @@ class OutlierStats:
         path = Path(path)
         manifest = read_json(path / "manifest.json")
         if not isinstance(manifest, dict) or manifest.get("kind") != "kv-calibration" or manifest.get("version") != STATS_VERSION:
-            raise ArtefactError("not a KV calibration of this version", where=str(path), expected=f"kind kv-calibration, version {STATS_VERSION}", do="calibrate again")
+            raise ArtefactError(
+                "not a KV calibration of this version",
+                where=str(path),
+                expected=f"kind kv-calibration, version {STATS_VERSION}",
+                do="calibrate again",
+            )
         tensors = load_tensors(path / "stats.safetensors", sha256=str(manifest.get("sha256")), cap=1 << 30)
         layers = {}
         try:
             for name, tokens in manifest["tokens"].items():
                 rows = {m: tensors[f"{name}.{m}"] for m in _MOMENTS}
-                if not all(bool(t.isfinite().all()) and t.dim() == 2 for t in rows.values()) or len({t.shape for m, t in rows.items() if m != "v2"}) != 1:
-                    raise ArtefactError(f"layer {name} is malformed", where=str(path), expected="finite [N, d] moments", do="calibrate again")
+                if (
+                    not all(bool(t.isfinite().all()) and t.dim() == 2 for t in rows.values())
+                    or len({t.shape for m, t in rows.items() if m != "v2"}) != 1
+                ):
+                    raise ArtefactError(
+                        f"layer {name} is malformed", where=str(path), expected="finite [N, d] moments", do="calibrate again"
+                    )
                 layers[int(name)] = LayerStats(int(tokens), **{m: t.tolist() for m, t in rows.items()})
         except (KeyError, ValueError, TypeError, AttributeError) as e:
             raise ArtefactError(f"the manifest does not fit its tensors: {e}", where=str(path), do="calibrate again") from e
@@ -82,14 +108,24 @@ class OutlierStats:
 def book_of(choice: Choice, layout: PageLayout, device: torch.device | str = "cpu") -> Book:
     """The codebook a layer's pages are written and read with. Raises ShapeError when the choice is for another layout."""
     channels = torch.tensor(choice.channels, dtype=torch.int32, device=device).reshape(len(choice.channels), -1)
-    rows = [torch.tensor(x, dtype=torch.float32, device=device) for x in (choice.k_mean, choice.k_gain, choice.k_weight, choice.v_gain, choice.v_weight)]
+    rows = [
+        torch.tensor(x, dtype=torch.float32, device=device)
+        for x in (choice.k_mean, choice.k_gain, choice.k_weight, choice.v_gain, choice.v_weight)
+    ]
     if channels.shape[1] != layout.outliers or rows[0].shape[1] != layout.k_dim or rows[3].shape[1] != layout.v_dim:
-        raise ShapeError(f"a choice of {channels.shape[1]} outliers, head dims {rows[0].shape[1]} and {rows[3].shape[1]}", where=layout.format.name,
-                         expected=f"{layout.outliers}, {layout.k_dim} and {layout.v_dim}", do="calibrate the model that is being run")
-    return (channels, *rows)
+        raise ShapeError(
+            f"a choice of {channels.shape[1]} outliers, head dims {rows[0].shape[1]} and {rows[3].shape[1]}",
+            where=layout.format.name,
+            expected=f"{layout.outliers}, {layout.k_dim} and {layout.v_dim}",
+            do="calibrate the model that is being run",
+        )
+    k_mean, k_gain, k_weight, v_gain, v_weight = rows
+    return channels, k_mean, k_gain, k_weight, v_gain, v_weight
 
 
-def make_book(stats: LayerStats | None, layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu") -> tuple[Book, Choice | None]:
+def make_book(
+    stats: LayerStats | None, layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu"
+) -> tuple[Book, Choice | None]:
     """Codebook from calibration; without it, or for a format that has none, the neutral one."""
     if stats is None or layout.format.max_bits is None:
         return neutral_book(layout, heads, device), None

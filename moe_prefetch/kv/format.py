@@ -3,6 +3,7 @@
 A page holds PAGE tokens of one KV head as one contiguous record; docs/kv.md draws it. No torch here.
 E2M1, E4M3: OCP Microscaling Formats v1.0 and OCP 8-bit Floating Point v1.0.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -102,10 +103,15 @@ class PageLayout:
     def __post_init__(self) -> None:
         for what, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
             if dim % 16 or dim < (16 if what == "k_dim" else 0):
-                raise ShapeError(f"{what} {dim} can't be stored", expected="a positive multiple of 16", do="keep this layer in the host's own cache")
+                raise ShapeError(
+                    f"{what} {dim} can't be stored", expected="a positive multiple of 16", do="keep this layer in the host's own cache"
+                )
         if not 0 <= self.outliers <= min(self.k_dim, MAX_OUTLIERS) or self.rope < 0 or self.rope % 2:
-            raise ShapeError(f"{self.outliers} outlier and {self.rope} rotary channels beside head dim {self.k_dim}",
-                             expected=f"at most {MAX_OUTLIERS} outliers within the head dim, an even number of rotary channels", do="lower kv.outliers")
+            raise ShapeError(
+                f"{self.outliers} outlier and {self.rope} rotary channels beside head dim {self.k_dim}",
+                expected=f"at most {MAX_OUTLIERS} outliers within the head dim, an even number of rotary channels",
+                do="lower kv.outliers",
+            )
         if self.outliers and self.format.max_bits is None:
             raise ShapeError(f"format {self.format.name} has no outlier channels", expected="outliers = 0", do="choose an fp4-* format")
 
@@ -182,11 +188,15 @@ class PageLayout:
         return pages * (self.page_bytes + 4) + fp16
 
     def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int = 64) -> float:
-        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables, and a codebook."""
+        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables, and a
+        codebook.
+        """
         return (self.held_bytes(tokens, sinks, window) + self.book_bytes) * 8 / (tokens * self.element_count)
 
 
-def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int = 64) -> PageLayout:
+def layout_for(
+    format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int = 64
+) -> PageLayout:
     """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window."""
     plain = PageLayout(format, k_dim, v_dim, 0, rope)
     if outliers is not None:
@@ -202,7 +212,9 @@ def layout_for(format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None
     return best
 
 
-def capacity(layouts: list[PageLayout], heads: int, *, budget_bytes: int, tokens: int, reserved: int, sinks: int = 4, window: int = 64) -> dict[str, float]:
+def capacity(
+    layouts: list[PageLayout], heads: int, *, budget_bytes: int, tokens: int, reserved: int, sinks: int = 4, window: int = 64
+) -> dict[str, float]:
     """Two capacity figures that must never be quoted as each other.
 
     `layouts` one per layer. Returns bytes per token, and how many sequences of `tokens` fit in `budget_bytes` here, in paged FP16, and in

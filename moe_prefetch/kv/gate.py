@@ -2,6 +2,7 @@
 
 Nothing here knows a model: `logits_of(layers)` runs the user's tokens with the formats given and is supplied by an integration.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,9 @@ LADDER = ("fp8", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How one run differs from FP16 on the same tokens. kl: nats per token, mean; kl_by_position: the same in `len` equal parts of the text."""
+    """How one run differs from FP16 on the same tokens. kl: nats per token, mean; kl_by_position: the same in `len` equal parts of the
+    text.
+    """
 
     kl: float
     top1: float
@@ -33,7 +36,9 @@ class Drift:
 
 
 def drift(reference: Sequence[torch.Tensor], tried: Sequence[torch.Tensor], token_ids: Sequence[torch.Tensor], parts: int = 8) -> Drift:
-    """Compare log-probabilities [T, vocab], text by text; `token_ids` [T] give the perplexities. A non-finite result counts as an infinite drift."""
+    """Compare log-probabilities [T, vocab], text by text; `token_ids` [T] give the perplexities. A non-finite result counts as an
+    infinite drift.
+    """
     kl_sum = nll = nll_ref = 0.0
     same = tokens = predicted = 0
     by_part, part_n = torch.zeros(parts, dtype=torch.float64), torch.zeros(parts, dtype=torch.float64)
@@ -52,7 +57,9 @@ def drift(reference: Sequence[torch.Tensor], tried: Sequence[torch.Tensor], toke
         nll_ref -= float(ref[:-1].gather(-1, nxt).double().sum())
         predicted += len(nxt)
     exp = lambda x: float(torch.tensor(x / max(1, predicted), dtype=torch.float64).exp())  # noqa: E731
-    return Drift(kl_sum / max(1, tokens), same / max(1, tokens), exp(nll), exp(nll_ref), tokens, tuple((by_part / part_n.clamp(min=1)).tolist()))
+    return Drift(
+        kl_sum / max(1, tokens), same / max(1, tokens), exp(nll), exp(nll_ref), tokens, tuple((by_part / part_n.clamp(min=1)).tolist())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,15 @@ class Verdict:
         return f"{self.format}: KL {kl:.4f}, {'within' if self.passed else 'ABOVE'} the budget; {moved}"
 
 
-def judge(logits_of: LogitsOf, token_ids: Sequence[torch.Tensor], *, layers: Sequence[int], format: str, max_kl: float, max_layer_kl: float | None = None) -> Verdict:
+def judge(
+    logits_of: LogitsOf,
+    token_ids: Sequence[torch.Tensor],
+    *,
+    layers: Sequence[int],
+    format: str,
+    max_kl: float,
+    max_layer_kl: float | None = None,
+) -> Verdict:
     """Give every layer `format`; where the answers move too far, give the worst layers fp8, then fp16, until they do not.
 
     max_kl        nats per token that the whole model may drift
@@ -81,7 +96,12 @@ def judge(logits_of: LogitsOf, token_ids: Sequence[torch.Tensor], *, layers: Seq
     """
     limit = max_kl if max_layer_kl is None else max_layer_kl
     if not (max_kl > 0 and limit > 0):
-        raise ConfigError(f"a KL budget of {max_kl} can't be met", where="kv gate", expected="a positive number of nats per token", do="0.01 is strict, 0.05 is loose")
+        raise ConfigError(
+            f"a KL budget of {max_kl} can't be met",
+            where="kv gate",
+            expected="a positive number of nats per token",
+            do="0.01 is strict, 0.05 is loose",
+        )
     reference = logits_of({})
     compare = lambda formats: drift(reference, logits_of(formats), token_ids)  # noqa: E731
     before = compare(dict.fromkeys(layers, format))

@@ -2,6 +2,7 @@
 
 One `PageBook` serves one layer. Its methods change the books at once and return the byte work that must follow (`Copy`, `Run`), in order.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -21,12 +22,12 @@ class Copy(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Encode `count` tokens into `page` from `slot` on, reading rows of the source from `row` on."""
+    """Encode `tokens` tokens into `page` from `slot` on, reading rows of the source from `row` on."""
 
     page: int
     slot: int
     row: int
-    count: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -45,7 +46,9 @@ class PageBook:
     on_free   called with each page that nobody holds any more (tests poison it)
     """
 
-    def __init__(self, limit: int | None = None, *, evict: Callable[[int], int] | None = None, on_free: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, limit: int | None = None, *, evict: Callable[[int], int] | None = None, on_free: Callable[[int], None] | None = None
+    ) -> None:
         self.limit, self.evict, self.on_free = limit, evict, on_free
         self.rows: list[Row] = []
         self.refs: list[int] = []
@@ -62,7 +65,12 @@ class PageBook:
 
     def _alloc(self) -> int:
         if not self._free and self.limit is not None and len(self.refs) >= self.limit and not (self.evict and self.evict(1) and self._free):
-            raise CacheError("no page is free", where=f"{len(self.refs)} pages in use", expected="a free page", do="free sequences, raise the page limit, or give an evict hook")
+            raise CacheError(
+                "no page is free",
+                where=f"{len(self.refs)} pages in use",
+                expected="a free page",
+                do="free sequences, raise the page limit, or give an evict hook",
+            )
         if self._free:
             page = self._free.pop()
             self.refs[page] = 1
@@ -85,7 +93,12 @@ class PageBook:
     def select(self, indices: Sequence[int]) -> None:
         """The rows become rows[i] for i in indices: reorder, repeat, drop and fork are all this. Pages are shared, not copied."""
         if bad := [i for i in indices if not 0 <= i < len(self.rows)]:
-            raise CacheError(f"there is no sequence {bad[0]}", where=f"{len(self.rows)} sequences", expected="indices within them", do="check the beam indices")
+            raise CacheError(
+                f"there is no sequence {bad[0]}",
+                where=f"{len(self.rows)} sequences",
+                expected="indices within them",
+                do="check the beam indices",
+            )
         new = [Row(list(self.rows[i].pages), self.rows[i].stored) for i in indices]
         for row in new:
             for page in row.pages:
@@ -141,8 +154,12 @@ class PageBook:
         """
         seq = self.rows[row]
         if not 0 <= stored <= seq.stored or stored % group:
-            raise CacheError(f"can't cut stored tokens to {stored}", where=f"sequence {row}, {seq.stored} stored", expected=f"a multiple of {group} within them",
-                             do="keep a window at least as long as what may be rolled back")
+            raise CacheError(
+                f"can't cut stored tokens to {stored}",
+                where=f"sequence {row}, {seq.stored} stored",
+                expected=f"a multiple of {group} within them",
+                do="keep a window at least as long as what may be rolled back",
+            )
         keep = -(-stored // PAGE)
         for page in seq.pages[keep:]:
             self._release(page)

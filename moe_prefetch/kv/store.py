@@ -3,9 +3,11 @@
 Columns are the batch's common positions (0 .. length - 1). A row with left padding starts at its own column `pads[b]`: padding is never
 stored, encoded or counted. Of its tokens the first `sinks` and the last ones stay in FP16; the rest is in pages.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -29,8 +31,19 @@ class LayerStore:
     `counts` int64 [2]: elements saturated, NaNs zeroed. `poison` fills freed pages with 0xFF (tests).
     """
 
-    def __init__(self, layout: PageLayout, heads: int, book: Book | Callable[[torch.Tensor, torch.Tensor], Book], *, batch: int = 1, sinks: int = 4, window: int = 64,
-                 device: torch.device | str = "cpu", page_limit: int | None = None, poison: bool = False) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        heads: int,
+        book: Book | Callable[[torch.Tensor, torch.Tensor], Book],
+        *,
+        batch: int = 1,
+        sinks: int = 4,
+        window: int = 64,
+        device: torch.device | str = "cpu",
+        page_limit: int | None = None,
+        poison: bool = False,
+    ) -> None:
         self.layout, self.heads, self.sinks, self.window, self.device, self.poison = layout, heads, sinks, window, device, poison
         self.make_book = book if callable(book) else None
         self._fixed = None if callable(book) else book
@@ -79,8 +92,12 @@ class LayerStore:
     def set_pads(self, pads: Sequence[int]) -> None:
         """Left padding of each row, before the first token. Raises CacheError later."""
         if self.length or len(pads) != self.batch or any(p < 0 for p in pads):
-            raise CacheError(f"padding {list(pads)} can't be set", where=f"{self.batch} rows, {self.length} columns", expected="one count per row, before the first token",
-                             do="reset the cache first")
+            raise CacheError(
+                f"padding {list(pads)} can't be set",
+                where=f"{self.batch} rows, {self.length} columns",
+                expected="one count per row, before the first token",
+                do="reset the cache first",
+            )
         self.pads = list(pads)
 
     def settle(self, keep: int | None = None) -> None:
@@ -89,6 +106,7 @@ class LayerStore:
         group, r = self.layout.format.append_group, self.recent_k.shape[2]
         copies: list[Copy] = []
         runs: list[tuple[int, Run]] = []
+        full: CacheError | None = None
         for row in range(self.batch):
             stored = self.pages.rows[row].stored
             target = (self.row_length(row) - self.sinks - keep) // group * group
@@ -98,13 +116,21 @@ class LayerStore:
             if column < 0:
                 raise IntegrityError(f"row {row} lacks tokens between its pages and its window")
             if self.books[row] is None:
+                assert self.make_book is not None
                 self.books[row] = self.make_book(self.recent_k[row, :, column:], self.recent_v[row, :, column:])
-            c, u = self.pages.append(row, target - stored, row * r + column)
+            try:
+                c, u = self.pages.append(row, target - stored, row * r + column)
+            except CacheError as e:
+                full = e
+                break
             copies += c
             runs += [(row, x) for x in u]
+        # Also when the pool is full: what was booked is written, so that books and bytes agree.
         if runs:
             self._write(copies, runs)
             self._trim()
+        if full is not None:
+            raise full
 
     def _write(self, copies: list[Copy], runs: list[tuple[int, Run]]) -> None:
         if (missing := self.pages.pages_made - len(self.pool)) > 0:
@@ -136,8 +162,12 @@ class LayerStore:
         """Take T new tokens per row (columns length .. length + T - 1). Raises ShapeError; nothing is taken then."""
         want = (self.batch, self.heads, k_BNTd.shape[2])
         if tuple(k_BNTd.shape) != (*want, self.k_dim) or tuple(v_BNTd.shape) != (*want, self.v_dim):
-            raise ShapeError(f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}", where="KV cache", expected=f"{(*want, self.k_dim)} and {(*want, self.v_dim)}",
-                             do="give the cache the model it was made for")
+            raise ShapeError(
+                f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}",
+                where="KV cache",
+                expected=f"{(*want, self.k_dim)} and {(*want, self.v_dim)}",
+                do="give the cache the model it was made for",
+            )
         self.settle()
         k, k_bad = _to_fp16(k_BNTd)
         v, v_bad = _to_fp16(v_BNTd)
@@ -165,11 +195,16 @@ class LayerStore:
         decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for book, rows in self.by_book():
             held = sorted({p for b in rows for p in self.pages.rows[b].pages})
-            decoded.update(zip(held, zip(*(x.to(dtype) for x in decode_naive(self.pool[held], book, self.layout)), strict=True), strict=True))
+            decoded.update(
+                zip(held, zip(*(x.to(dtype) for x in decode_naive(self.pool[held], book, self.layout)), strict=True), strict=True)
+            )
         for b, row in enumerate(self.pages.rows):
             pad, s = self.pads[b], self._in_sinks(b)
             live = self.length - pad - s - row.stored  # tokens of this row in the window
-            for out, sink, recent in ((out_k, self.sink_k, self.recent_k), (out_v, self.sink_k if latent_v else self.sink_v, self.recent_k if latent_v else self.recent_v)):
+            for out, sink, recent in (
+                (out_k, self.sink_k, self.recent_k),
+                (out_v, self.sink_k if latent_v else self.sink_v, self.recent_k if latent_v else self.recent_v),
+            ):
                 d = out.shape[-1]
                 if live > 0:
                     out[b, :, self.length - live :] = recent[b, :, r - live :, :d]
@@ -193,17 +228,24 @@ class LayerStore:
     def crop(self, length: int) -> None:
         """Forget all columns from `length` on.
 
-        Tokens still in FP16 go without a trace. Below the window the pages are cut: what is kept stays as it was encoded (and so does the page's factor); where
+        Tokens still in FP16 go without a trace. Below the window the pages are cut: what is kept stays as it was encoded (and so does
+        the page's factor); where
         several tokens share a scale and the cut falls between them, CacheError.
         """
         if not 0 <= length <= self.length:
-            raise CacheError(f"can't crop to {length} columns", where=f"a cache of {self.length}", expected="no more than it holds", do="check the count")
+            raise CacheError(
+                f"can't crop to {length} columns", where=f"a cache of {self.length}", expected="no more than it holds", do="check the count"
+            )
         group = self.layout.format.append_group
         targets = [min(row.stored, max(0, length - self.pads[b] - self.sinks)) for b, row in enumerate(self.pages.rows)]
         for b, (row, target) in enumerate(zip(self.pages.rows, targets, strict=True)):
             if target < row.stored and target % group:
-                raise CacheError(f"a crop to {length} columns cuts tokens that share a scale", where=f"row {b}, {row.stored} tokens in pages", expected=f"a cut at a multiple of {group}",
-                                 do="crop within the window, or use a format with one scale per token")
+                raise CacheError(
+                    f"a crop to {length} columns cuts tokens that share a scale",
+                    where=f"row {b}, {row.stored} tokens in pages",
+                    expected=f"a cut at a multiple of {group}",
+                    do="crop within the window, or use a format with one scale per token",
+                )
         for b, target in enumerate(targets):
             self.pages.crop(b, target, group)
         cut = self.length - length
@@ -231,9 +273,13 @@ class LayerStore:
         r = self.recent_k.shape[2]
         return {
             "records": self.pool[seq.pages].clone(),
-            "sink_k": self.sink_k[row].clone(), "sink_v": self.sink_v[row].clone(),
-            "recent_k": self.recent_k[row, :, r - live :].clone(), "recent_v": self.recent_v[row, :, r - live :].clone(),
-            "shape": torch.tensor([LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks, self.row_length(row), seq.stored]),
+            "sink_k": self.sink_k[row].clone(),
+            "sink_v": self.sink_v[row].clone(),
+            "recent_k": self.recent_k[row, :, r - live :].clone(),
+            "recent_v": self.recent_v[row, :, r - live :].clone(),
+            "shape": torch.tensor(
+                [LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks, self.row_length(row), seq.stored]
+            ),
             "format": torch.tensor(list(lay.format.name.encode()), dtype=torch.uint8),
             **{f"book_{i}": t for i, t in enumerate(self.books[row] or ())},
         }
@@ -243,15 +289,25 @@ class LayerStore:
         lay = self.layout
         want = [LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks]
         shape = tensors["shape"].tolist()
-        book = tuple(tensors[f"book_{i}"].to(self.device) for i in range(6)) if "book_0" in tensors else None
+        book = cast(Book, tuple(tensors[f"book_{i}"].to(self.device) for i in range(6))) if "book_0" in tensors else None
         same_book = self._fixed is None or (book is not None and all(torch.equal(a, b) for a, b in zip(self._fixed, book, strict=True)))
         if shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
-            raise ArtefactError("a saved sequence of another layout or codebook", where="KV import", expected=f"{lay.format.name} {want}", do="save and load with the same model, format and calibration")
+            raise ArtefactError(
+                "a saved sequence of another layout or codebook",
+                where="KV import",
+                expected=f"{lay.format.name} {want}",
+                do="save and load with the same model, format and calibration",
+            )
         length, stored = shape[6:]
         records = tensors["records"]
         pages = -(-stored // PAGE)
         if self.batch != 1 or self.length or tuple(records.shape) != (pages, self.heads, lay.page_bytes):
-            raise ArtefactError(f"records {tuple(records.shape)}", where="KV import", expected=f"{(pages, self.heads, lay.page_bytes)} into an empty one-row store", do="reset the store first")
+            raise ArtefactError(
+                f"records {tuple(records.shape)}",
+                where="KV import",
+                expected=f"{(pages, self.heads, lay.page_bytes)} into an empty one-row store",
+                do="reset the store first",
+            )
         _, runs = self.pages.append(0, stored, 0)
         self.pool = torch.cat([self.pool, empty_pages(max(0, self.pages.pages_made - len(self.pool)), self.heads, lay, self.device)])
         if runs:

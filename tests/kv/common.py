@@ -1,4 +1,5 @@
 """Shared by the KV tests: codebooks that use every feature, and plain loops to compare with."""
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +19,11 @@ def book(lay: PageLayout, heads: int, seed: int = 0) -> Book:
     """Random outlier channels, means and gains (neutral where the format knows none)."""
     g = torch.Generator().manual_seed(seed)
     plain = lay.format.max_bits is None
-    channels = torch.stack([torch.randperm(lay.k_dim, generator=g)[: lay.outliers].sort().values for _ in range(heads)]).int().reshape(heads, lay.outliers)
+    channels = (
+        torch.stack([torch.randperm(lay.k_dim, generator=g)[: lay.outliers].sort().values for _ in range(heads)])
+        .int()
+        .reshape(heads, lay.outliers)
+    )
     rand = lambda d: torch.ones(heads, d) if plain else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
     mean = torch.zeros(heads, lay.k_dim) if plain else torch.randn(heads, lay.k_dim, generator=g)
     return channels, mean, rand(lay.k_dim), rand(lay.k_dim), rand(lay.v_dim), rand(lay.v_dim)
@@ -36,8 +41,17 @@ def store(name: str, *, dim: int = 64, heads: int = 2, batch: int = 1, window: i
     return LayerStore(lay, heads, book(lay, heads), batch=batch, sinks=sinks, window=window, poison=True, **kw)
 
 
-def attention_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, last: int, sliding: int = 0, softcap: float = 0.0,
-                   sink: float | None = None) -> torch.Tensor:
+def attention_loop(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    last: int,
+    sliding: int = 0,
+    softcap: float = 0.0,
+    sink: float | None = None,
+) -> torch.Tensor:
     """One head, the last `last` positions as queries, written as the sum it is: q [last, d], k v [S, d] -> [last, dv], FP64."""
     out = []
     for i in range(last):

@@ -1,10 +1,20 @@
 """Tiny transformers models with real attention shapes."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from moe_prefetch.config import KVConfig
 
@@ -13,17 +23,40 @@ VOCAB = 128
 
 def llama(groups: int = 3, layers: int = 2, head_dim: int = 64) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=96, num_hidden_layers=layers, num_attention_heads=groups * 2, num_key_value_heads=2, head_dim=head_dim, intermediate_size=128,
-        initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=groups * 2,
+            num_key_value_heads=2,
+            head_dim=head_dim,
+            intermediate_size=128,
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
 
 
 def qwen2_with_key_bias(norm: float, layer: int) -> Any:
     """One layer's keys carry a constant bias of this norm, as Qwen2's do; RoPE then turns it with the position."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=VOCAB, hidden_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128, initializer_range=0.08,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=128,
+            initializer_range=0.08,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
     bias = torch.randn(48)
     with torch.no_grad():
         model.model.layers[layer].self_attn.k_proj.bias.copy_(bias / bias.norm() * norm)
@@ -32,17 +65,53 @@ def qwen2_with_key_bias(norm: float, layer: int) -> Any:
 
 def deepseek() -> Any:
     torch.manual_seed(0)
-    return DeepseekV3ForCausalLM(DeepseekV3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=64,
-        q_lora_rank=32, qk_rope_head_dim=16, v_head_dim=32, qk_nope_head_dim=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
-        first_k_dense_replace=1, initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=64,
+            q_lora_rank=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            qk_nope_head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
 
 
 def gpt_oss() -> Any:
     torch.manual_seed(0)
-    return GptOssForCausalLM(GptOssConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_local_experts=2,
-        num_experts_per_tok=1, sliding_window=32, initializer_range=0.2, eos_token_id=None, pad_token_id=0)).eval()
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            sliding_window=32,
+            initializer_range=0.2,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
 
 
 def ids(n: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
@@ -55,4 +124,6 @@ def config(format: str = "fp4-quality", **kw: Any) -> KVConfig:
 
 def generate(model: Any, tokens: torch.Tensor, cache: Any, n: int = 24, **kw: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.generate(tokens, attention_mask=kw.pop("mask", torch.ones_like(tokens)), past_key_values=cache, max_new_tokens=n, do_sample=False, **kw)
+        return model.generate(
+            tokens, attention_mask=kw.pop("mask", torch.ones_like(tokens)), past_key_values=cache, max_new_tokens=n, do_sample=False, **kw
+        )

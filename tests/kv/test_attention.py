@@ -43,7 +43,9 @@ def test_attention_equals_the_sum_it_is(name: str, groups: int, dim: int) -> Non
     for b in range(2):
         for h in (0, heads * groups - 1):
             pad = s.pads[b]
-            want = attention_loop(q[b, h], k_all[b, h // groups, pad:], v_all[b, h // groups, pad:], scale=SCALE, last=last, sink=sink, **kw)
+            want = attention_loop(
+                q[b, h], k_all[b, h // groups, pad:], v_all[b, h // groups, pad:], scale=SCALE, last=last, sink=sink, **kw
+            )
             assert torch.allclose(out[b, h].double(), want, atol=2e-5, rtol=1e-4)
 
 
@@ -173,8 +175,24 @@ def test_bytes_that_hold_no_token_are_never_read() -> None:
         table = torch.tensor(block_table(s.pages.rows, fill=len(s.pool) - 1), dtype=torch.int32)
         table = torch.cat([table, torch.full((2, 3), len(s.pool) - 2, dtype=torch.int32)], 1)
         torch.manual_seed(3)
-        outs.append(kv_attend(torch.randn(2, 4, 1, 64), ints(1, 1), s.pool, table, ints(*(r.stored for r in s.pages.rows)), ints(250, 190), s.sink_k, s.sink_v,
-                              ring_k, ring_v, ints(3, 3), s.books[0], s.layout, scale=SCALE))
+        outs.append(
+            kv_attend(
+                torch.randn(2, 4, 1, 64),
+                ints(1, 1),
+                s.pool,
+                table,
+                ints(*(r.stored for r in s.pages.rows)),
+                ints(250, 190),
+                s.sink_k,
+                s.sink_v,
+                ring_k,
+                ring_v,
+                ints(3, 3),
+                s.books[0],
+                s.layout,
+                scale=SCALE,
+            )
+        )
     for o in outs[1:]:
         assert torch.equal(o[0], outs[0][0]) and torch.equal(o[1], outs[0][1])
 
@@ -247,6 +265,29 @@ def test_opcheck() -> None:
     s = store("fp4-quality")
     s.append(tokens(200, 2, 64), tokens(200, 2, 64))
     s.settle()
-    args = (torch.randn(1, 4, 1, 64), ints(1), s.pool, torch.tensor(block_table(s.pages.rows), dtype=torch.int32), ints(s.pages.rows[0].stored), ints(200), s.sink_k, s.sink_v,
-            s.recent_k, s.recent_v, ints(0), *s.books[0], None, "fp4-quality", 64, 64, s.layout.outliers, 0, SCALE, 0, 0.0)
-    torch.library.opcheck(torch.ops.moe_prefetch.kv_attend.default, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    args = (
+        torch.randn(1, 4, 1, 64),
+        ints(1),
+        s.pool,
+        torch.tensor(block_table(s.pages.rows), dtype=torch.int32),
+        ints(s.pages.rows[0].stored),
+        ints(200),
+        s.sink_k,
+        s.sink_v,
+        s.recent_k,
+        s.recent_v,
+        ints(0),
+        *s.books[0],
+        None,
+        "fp4-quality",
+        64,
+        64,
+        s.layout.outliers,
+        0,
+        SCALE,
+        0,
+        0.0,
+    )
+    torch.library.opcheck(
+        torch.ops.moe_prefetch.kv_attend.default, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )

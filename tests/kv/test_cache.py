@@ -1,4 +1,5 @@
 """The transformers cache: every operation, and generate() with beams, drafts and shared prefixes."""
+
 from __future__ import annotations
 
 import copy
@@ -19,17 +20,17 @@ FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
 
 
 @pytest.fixture(scope="module")
-def llama():  # noqa: ANN201
+def llama():
     return models.llama()
 
 
 @pytest.fixture(scope="module")
-def stats(llama):  # noqa: ANN001, ANN201
+def stats(llama):
     return calibrate(llama, models.ids(200, 2, seed=9))
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_beams_equal_unshared_beams(llama, stats, format: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_beams_equal_unshared_beams(llama, stats, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams that share pages against beams each of which holds pages of its own."""
     prompt = models.ids(70, 2)
     cache = make_cache(llama.config, models.config(format), stats)
@@ -37,7 +38,7 @@ def test_beams_equal_unshared_beams(llama, stats, format: str, monkeypatch: pyte
     cache.check_integrity()
     assert any(r > 1 for layer in cache.layers for r in layer.store.pages.refs)
 
-    def unshare(self: PagedLayer, indices) -> None:  # noqa: ANN001
+    def unshare(self: PagedLayer, indices) -> None:
         if self.store is not None:
             self.store.select(list(indices))
             book = self.store.pages
@@ -59,7 +60,7 @@ def test_beams_equal_unshared_beams(llama, stats, format: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_assisted_decoding_equals_greedy(llama, stats, format: str) -> None:  # noqa: ANN001
+def test_assisted_decoding_equals_greedy(llama, stats, format: str) -> None:
     prompt = models.ids(12).repeat(1, 6)
     make = lambda: make_cache(llama.config, models.config(format), stats)  # noqa: E731
     greedy = models.generate(llama, prompt, make(), n=40)
@@ -68,7 +69,7 @@ def test_assisted_decoding_equals_greedy(llama, stats, format: str) -> None:  # 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_shared_prefix_equals_an_unshared_one(llama, stats, format: str) -> None:  # noqa: ANN001
+def test_a_shared_prefix_equals_an_unshared_one(llama, stats, format: str) -> None:
     """One prefix, forked for three questions, against each question with a prefix of its own."""
     prefix, tails = models.ids(150), models.ids(20, 3, seed=5)
     cache = make_cache(llama.config, models.config(format), stats)
@@ -85,13 +86,15 @@ def test_a_shared_prefix_equals_an_unshared_one(llama, stats, format: str) -> No
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_fp16_format_changes_no_token(llama) -> None:  # noqa: ANN001
+def test_fp16_format_changes_no_token(llama) -> None:
     prompt = models.ids(60, 2)
-    assert torch.equal(models.generate(llama, prompt, make_cache(llama.config, models.config("fp16"))), models.generate(llama, prompt, None))
+    assert torch.equal(
+        models.generate(llama, prompt, make_cache(llama.config, models.config("fp16"))), models.generate(llama, prompt, None)
+    )
 
 
 @pytest.mark.parametrize("format", ["fp4-quality", "fp8"])
-def test_left_padding_changes_nothing(llama, stats, format: str) -> None:  # noqa: ANN001
+def test_left_padding_changes_nothing(llama, stats, format: str) -> None:
     """A padded batch against each row alone, the cache told about the padding."""
     long, short = models.ids(80), models.ids(50, seed=3)
     batch = torch.cat([long, torch.cat([torch.zeros(1, 30, dtype=torch.long), short], 1)])
@@ -105,7 +108,7 @@ def test_left_padding_changes_nothing(llama, stats, format: str) -> None:  # noq
         assert torch.equal(got[row, 80:], alone[0, prompt.shape[1] :])
 
 
-def test_every_cache_operation(llama, stats) -> None:  # noqa: ANN001
+def test_every_cache_operation(llama, stats) -> None:
     cache = make_cache(llama.config, models.config(), stats)
     assert cache.get_seq_length() == 0 and cache.get_mask_sizes(5, 0) == (5, 0)
     with torch.no_grad():
@@ -132,7 +135,7 @@ def test_every_cache_operation(llama, stats) -> None:  # noqa: ANN001
         cache.layers[0].offload()
 
 
-def test_update_returns_what_attention_sees(llama, stats) -> None:  # noqa: ANN001
+def test_update_returns_what_attention_sees(llama, stats) -> None:
     """Decoded past, this call's own K and V to the bit, and the same numbers as attention over the store."""
     layer = make_cache(llama.config, models.config(), stats).layers[0]
     k, v = torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)
@@ -146,7 +149,7 @@ def test_update_returns_what_attention_sees(llama, stats) -> None:  # noqa: ANN0
     assert torch.allclose(attend(layer.store, q, scale=0.1)[0], sdpa, atol=1e-5)
 
 
-def test_held_bytes_are_all_storages_and_match_the_formula(llama, stats) -> None:  # noqa: ANN001
+def test_held_bytes_are_all_storages_and_match_the_formula(llama, stats) -> None:
     for format in FORMATS:
         cache = make_cache(llama.config, models.config(format, window=64), stats)
         for layer in cache.layers:
@@ -159,7 +162,7 @@ def test_held_bytes_are_all_storages_and_match_the_formula(llama, stats) -> None
         assert len({t.untyped_storage().data_ptr() for x in cache.layers for t in (x.store.pool, x.store.recent_k, x.store.recent_v)}) == 6
 
 
-def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:  # noqa: ANN001
+def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:
     cache = make_cache(llama.config, models.config(layers={1: "fp8"}), stats)
     assert [x.format.name for x in cache.layers] == ["fp4-quality", "fp8"]
     models.generate(llama, models.ids(60), cache)
@@ -167,7 +170,7 @@ def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:
         make_cache(llama.config, models.config(layers={5: "fp8"}))
 
 
-def test_calibration_comes_from_its_file_and_must_fit(llama, stats, tmp_path: Path) -> None:  # noqa: ANN001
+def test_calibration_comes_from_its_file_and_must_fit(llama, stats, tmp_path: Path) -> None:
     stats.save(tmp_path)
     kv = models.config(calibration=tmp_path)
     prompt = models.ids(60)
@@ -178,7 +181,7 @@ def test_calibration_comes_from_its_file_and_must_fit(llama, stats, tmp_path: Pa
         models.generate(other, prompt, make_cache(other.config, kv))
 
 
-def test_without_calibration_each_sequence_makes_its_own_codebook(llama) -> None:  # noqa: ANN001
+def test_without_calibration_each_sequence_makes_its_own_codebook(llama) -> None:
     prompt = models.ids(90, 2)
     cache = make_cache(llama.config, models.config())
     both = models.generate(llama, prompt, cache)
@@ -188,7 +191,7 @@ def test_without_calibration_each_sequence_makes_its_own_codebook(llama) -> None
         assert torch.equal(models.generate(llama, prompt[b : b + 1], make_cache(llama.config, models.config()))[0], both[b])
 
 
-def test_calibration_leaves_the_model_as_it_was(llama) -> None:  # noqa: ANN001
+def test_calibration_leaves_the_model_as_it_was(llama) -> None:
     before = llama.config._attn_implementation
     logits = llama(input_ids=models.ids(20)).logits
     one = calibrate(llama, models.ids(60, 2))
@@ -220,7 +223,7 @@ def test_sliding_layers_stay_as_configured() -> None:
     assert cache.held_bytes() > sum(x.store.held_bytes() for x in cache.layers if isinstance(x, PagedLayer))
 
 
-def test_window_zero_and_no_sinks_work(llama, stats) -> None:  # noqa: ANN001
+def test_window_zero_and_no_sinks_work(llama, stats) -> None:
     cache = make_cache(llama.config, KVConfig(format="fp4-72", window=0, sinks=0), stats)
     models.generate(llama, models.ids(30), cache)
     cache.check_integrity()

@@ -91,8 +91,12 @@ def test_a_shifted_scale_is_the_same_value_while_normal() -> None:
 
 def test_the_best_scale_is_chosen_and_never_worse_than_the_first() -> None:
     x, w = torch.randn(500, 64), torch.rand(64) + 0.1
-    err = lambda fmt: (((law.fp4_values(c) * s.repeat_interleave(32, -1) - x) ** 2 * w).unflatten(-1, (2, 32)).sum(-1) for c, s in [law.fp4_blocks(x, w, 32, fmt)])  # noqa: E731
-    searched, plain = next(err(FORMATS["fp4-quality"])), next(err(PLAIN))
+
+    def err(fmt: KVFormat) -> torch.Tensor:
+        code, scale = law.fp4_blocks(x, w, 32, fmt)
+        return ((law.fp4_values(code) * scale.repeat_interleave(32, -1) - x) ** 2 * w).unflatten(-1, (2, 32)).sum(-1)
+
+    searched, plain = err(FORMATS["fp4-quality"]), err(PLAIN)
     assert bool((searched <= plain * 1.0001).all()) and float(searched.sum()) < 0.85 * float(plain.sum())
 
 
@@ -182,9 +186,16 @@ def test_v_bytes_hold_token_pairs_as_documented() -> None:
         assert torch.equal(law.fp4_values(((x & 1) << 3) | ((x >> 4) & 7)), law.fp4_values(code[0, tau]))
 
 
-@pytest.mark.parametrize(("name", "digest"), [
-    ("fp4-72", "6c957c326d97e82a"), ("fp4-quality", "e628082cfc63000e"), ("fp8", "67e49eeb765c5693"), ("nvfp4", "15643ac4e9be2e41"), ("mxfp4", "c7b9a7116c373555"),
-])
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("fp4-72", "6c957c326d97e82a"),
+        ("fp4-quality", "e628082cfc63000e"),
+        ("fp8", "67e49eeb765c5693"),
+        ("nvfp4", "15643ac4e9be2e41"),
+        ("mxfp4", "c7b9a7116c373555"),
+    ],
+)
 def test_golden_pages(name: str, digest: str) -> None:
     """Bytes that were written by layout version 1; another digest is another version."""
     x = ((torch.arange(2 * 100 * 64) * 2654435761 % 4093).float() / 2048 - 1).reshape(1, 2, 100, 64)
@@ -196,8 +207,21 @@ def test_golden_pages(name: str, digest: str) -> None:
 def test_opcheck(name: str) -> None:
     lay = layout(name)
     k, v = tokens(64, 2, 64), tokens(64, 2, 64, seed=1)
-    args = (law.empty_pages(1, 2, lay), flat(k).contiguous(), flat(v).contiguous(), torch.tensor([[0, 0, 0, 64]], dtype=torch.int32), *book(lay, 2), name, 64, 64, lay.outliers, 0)
-    torch.library.opcheck(torch.ops.moe_prefetch.kv_encode.default, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    args = (
+        law.empty_pages(1, 2, lay),
+        flat(k).contiguous(),
+        flat(v).contiguous(),
+        torch.tensor([[0, 0, 0, 64]], dtype=torch.int32),
+        *book(lay, 2),
+        name,
+        64,
+        64,
+        lay.outliers,
+        0,
+    )
+    torch.library.opcheck(
+        torch.ops.moe_prefetch.kv_encode.default, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
 
 
 def test_op_refuses_what_does_not_fit_before_writing() -> None:

@@ -24,8 +24,13 @@ def test_parts_follow_each_other_without_gap_or_overlap(name: str, dim: int) -> 
 def test_recorded_sizes_of_version_1() -> None:
     """Files and kernels depend on these: a change is a new layout version."""
     assert {(n, d): (layout(n, d).page_bytes, layout(n, d).outliers) for n in ("fp4-72", "fp4-quality", "fp8") for d in (64, 128)} == {
-        ("fp4-72", 64): (8848, 1), ("fp4-72", 128): (18192, 4), ("fp4-quality", 64): (9616, 4), ("fp4-quality", 128): (19216, 8),
-        ("fp8", 64): (16656, 0), ("fp8", 128): (33040, 0)}
+        ("fp4-72", 64): (8848, 1),
+        ("fp4-72", 128): (18192, 4),
+        ("fp4-quality", 64): (9616, 4),
+        ("fp4-quality", 128): (19216, 8),
+        ("fp8", 64): (16656, 0),
+        ("fp8", 128): (33040, 0),
+    }
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -53,7 +58,9 @@ def test_kv_head_dims_may_differ() -> None:
     assert lay.v_scale_shape == (PAGE, 2) and lay.offsets["v_codes"][1] == PAGE * 64
 
 
-@pytest.mark.parametrize(("k_dim", "v_dim", "kw"), [(72, 64, {}), (0, 64, {}), (64, 40, {}), (64, 64, {"outliers": 17}), (64, 64, {"rope": 3})])
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "kw"), [(72, 64, {}), (0, 64, {}), (64, 40, {}), (64, 64, {"outliers": 17}), (64, 64, {"rope": 3})]
+)
 def test_unsupported_shapes_are_refused(k_dim: int, v_dim: int, kw: dict[str, int]) -> None:
     with pytest.raises(ShapeError):
         PageLayout(FORMATS["fp4-72"], k_dim, v_dim, **kw)

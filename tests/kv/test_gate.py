@@ -18,7 +18,9 @@ def test_drift_is_what_it_says() -> None:
     ids = [torch.randint(0, 30, (50,))]
     d = drift(ref, got, ids, parts=5)
     kl = torch.nn.functional.kl_div(got[0], ref[0], log_target=True, reduction="none").sum(-1)
-    assert d.kl == pytest.approx(float(kl.mean()), rel=1e-5) and d.kl_by_position == pytest.approx(kl.reshape(5, 10).mean(1).tolist(), rel=1e-5)
+    assert d.kl == pytest.approx(float(kl.mean()), rel=1e-5) and d.kl_by_position == pytest.approx(
+        kl.reshape(5, 10).mean(1).tolist(), rel=1e-5
+    )
     assert d.ppl == pytest.approx(float(torch.nn.functional.nll_loss(got[0, :-1], ids[0][1:]).exp()), rel=1e-5)
     same = drift(ref, ref, ids)
     assert same.kl == 0 and same.top1 == 1 and same.ppl_ratio == 1
@@ -31,10 +33,10 @@ def test_a_result_that_is_not_finite_is_infinite_drift() -> None:
     assert drift(ref, bad, [torch.zeros(5, dtype=torch.long)]).kl == math.inf
 
 
-def fake(costs: dict[int, dict[str, float]]):  # noqa: ANN201
+def fake(costs: dict[int, dict[str, float]]):
     """A model whose KL is the sum of what its layers cost: two outcomes, so that KL is known."""
 
-    def logits_of(formats):  # noqa: ANN001, ANN202
+    def logits_of(formats):
         x = sum(costs[n].get(f, 0.0) for n, f in formats.items())
         return [torch.tensor([[math.log(0.5 * math.exp(-x)), math.log(1 - 0.5 * math.exp(-x))]]).repeat(4, 1)]
 
@@ -52,7 +54,7 @@ def test_a_good_format_is_left_alone_at_the_cost_of_one_pass() -> None:
     calls = []
     inner = fake({0: {"fp4-72": 0.001}, 1: {"fp4-72": 0.001}})
 
-    def logits_of(formats):  # noqa: ANN001, ANN202
+    def logits_of(formats):
         calls.append(formats)
         return inner(formats)
 
@@ -61,7 +63,9 @@ def test_a_good_format_is_left_alone_at_the_cost_of_one_pass() -> None:
 
 
 def test_a_budget_nothing_meets_is_reported_as_missed() -> None:
-    v = judge(fake({0: {"fp4-72": 1.0, "fp8": 1.0, "fp16": 1.0}}), [torch.zeros(4, dtype=torch.long)], layers=[0], format="fp4-72", max_kl=1e-9)
+    v = judge(
+        fake({0: {"fp4-72": 1.0, "fp8": 1.0, "fp16": 1.0}}), [torch.zeros(4, dtype=torch.long)], layers=[0], format="fp4-72", max_kl=1e-9
+    )
     assert not v.passed and v.layers == {0: "fp16"} and "ABOVE" in str(v)
 
 
@@ -73,7 +77,9 @@ def test_a_budget_must_be_positive(bad: float) -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "fp4-72", "fp4-quality"])
 def test_a_rotated_key_bias_is_caught_and_that_layer_falls_back(format: str) -> None:
-    """A constant key bias of norm 600, turned by RoPE, as Qwen2 has it: FP4 can't hold it. Without the bias the same budget is met as it is."""
+    """A constant key bias of norm 600, turned by RoPE, as Qwen2 has it: FP4 can't hold it. Without the bias the same budget is met as it
+    is.
+    """
     text = models.ids(160)[0]
     verdicts = {}
     for norm in (0.0, 600.0):

@@ -17,7 +17,9 @@ from moe_prefetch.kv.outliers import POLICIES, LayerStats, choose, rank
 from .common import layout
 
 
-def collect(n: int = 400, loud: dict[int, float] | None = None, bias: dict[int, float] | None = None, q_loud: dict[int, float] | None = None) -> LayerStats:
+def collect(
+    n: int = 400, loud: dict[int, float] | None = None, bias: dict[int, float] | None = None, q_loud: dict[int, float] | None = None
+) -> LayerStats:
     q, k, v = torch.randn(4, n, 64), torch.randn(2, n, 64), torch.randn(2, n, 64)
     for x, change in ((k, loud), (q, q_loud)):
         for c, f in (change or {}).items():
@@ -32,7 +34,9 @@ def collect(n: int = 400, loud: dict[int, float] | None = None, bias: dict[int, 
 def test_importance_asks_the_query_topn_does_not() -> None:
     stats = collect(loud={3: 10.0, 9: 8.0}, q_loud={9: 4.0, 3: 0.01, 20: 30.0})
     assert [r[0] for r in rank(stats, "topn", 1)] == [3, 3]
-    assert [r[:2] for r in rank(stats, "importance", 2)] == [[9, 20]] * 2 or [sorted(r) for r in rank(stats, "importance", 2)] == [[9, 20]] * 2
+    assert [r[:2] for r in rank(stats, "importance", 2)] == [[9, 20]] * 2 or [sorted(r) for r in rank(stats, "importance", 2)] == [
+        [9, 20]
+    ] * 2
     assert all(3 not in r for r in rank(stats, "importance", 2))
 
 
@@ -158,6 +162,6 @@ def test_on_real_keys_importance_loses_least(shared_data: Path, layer: str) -> N
         cache.append(k[None], v[None])
         cache.settle()
         got = cache.gather()[0][0]
-        logits = lambda x: q.unflatten(0, (3, 3)).flatten(1, 2) @ x.mT  # noqa: B023, E731
+        logits = lambda x: q.unflatten(0, (3, 3)).flatten(1, 2) @ x.mT  # noqa: E731
         error[policy] = float((logits(got) - logits(k)).norm() / logits(k).norm())
     assert error["importance"] < error["topn"] < error["none"]

@@ -164,8 +164,14 @@ def test_integrity_check_sees_every_kind_of_damage() -> None:
         b.append(1, 1, 0)
         return b
 
-    for damage in (lambda b: b.refs.__setitem__(0, 2), lambda b: b.rows[0].pages.pop(), lambda b: b.rows[0].pages.__setitem__(1, 0), lambda b: b._free.append(0),
-                   lambda b: b.rows[1].pages.__setitem__(0, 99), lambda b: b.rows[1].pages.__setitem__(0, 1)):
+    for damage in (
+        lambda b: b.refs.__setitem__(0, 2),
+        lambda b: b.rows[0].pages.pop(),
+        lambda b: b.rows[0].pages.__setitem__(1, 0),
+        lambda b: b._free.append(0),
+        lambda b: b.rows[1].pages.__setitem__(0, 99),
+        lambda b: b.rows[1].pages.__setitem__(0, 1),
+    ):
         b = fresh()
         b.check_integrity()
         damage(b)

@@ -22,7 +22,14 @@ def expected(s: LayerStore, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
     if stored:
         mid = slice(s.sinks, s.sinks + stored)
         pages = law.empty_pages(-(-stored // PAGE), s.heads, lay)
-        encode_naive(pages, k[:, mid].transpose(0, 1), v[:, mid].transpose(0, 1), torch.tensor(runs_for(list(range(len(pages))), 0, stored, 0)), s.books[0], lay)
+        encode_naive(
+            pages,
+            k[:, mid].transpose(0, 1),
+            v[:, mid].transpose(0, 1),
+            torch.tensor(runs_for(list(range(len(pages))), 0, stored, 0)),
+            s.books[0],
+            lay,
+        )
         k_page, v_page = decode_naive(pages, s.books[0], lay)
         k[:, mid], v[:, mid] = (x.permute(1, 0, 2, 3).flatten(1, 2)[:, :stored] for x in (k_page, v_page))
     return k, v
@@ -58,7 +65,9 @@ def test_every_operation_equals_the_law(name: str, dim: int, heads: int, batch: 
     s.select([b for b in range(batch) for _ in range(2)])
     more_k, more_v = tokens(9, heads, dim, 2 * batch, seed=2), tokens(9, heads, dim, 2 * batch, seed=3)
     s.append(more_k, more_v)
-    forked = [(torch.cat([rows[b // 2][0][:, :at], more_k[b]], 1), torch.cat([rows[b // 2][1][:, :at], more_v[b]], 1)) for b in range(2 * batch)]
+    forked = [
+        (torch.cat([rows[b // 2][0][:, :at], more_k[b]], 1), torch.cat([rows[b // 2][1][:, :at], more_v[b]], 1)) for b in range(2 * batch)
+    ]
     s.crop(s.length - 4)
     check(s, upto(forked, at + 5))
     order = list(range(2 * batch))[::-1]
@@ -211,7 +220,7 @@ def test_memory_of_a_prompt_is_given_back_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp4-quality", "fp8", "fp16"])
-def test_a_sequence_moves_to_another_store(name: str, tmp_path) -> None:  # noqa: ANN001
+def test_a_sequence_moves_to_another_store(name: str, tmp_path) -> None:
     k, v = tokens(333, 2, 64, 2), tokens(333, 2, 64, 2, seed=1)
     s = store(name, batch=2)
     s.append(k[:, :, :300], v[:, :, :300])
@@ -243,7 +252,7 @@ def test_rows_may_have_codebooks_of_their_own() -> None:
     lay = layout("fp4-quality")
     made: list[torch.Tensor] = []
 
-    def own(k: torch.Tensor, v: torch.Tensor):  # noqa: ANN202
+    def own(k: torch.Tensor, v: torch.Tensor):
         made.append(k)
         return book(lay, 2, seed=int(k[0, 0, 0] > 0))
 
@@ -264,7 +273,11 @@ def test_rows_may_have_codebooks_of_their_own() -> None:
 
 def test_wrong_shapes_are_refused_before_anything_is_taken() -> None:
     s = store("fp4-quality", batch=2)
-    for k, v in ((tokens(3, 2, 64), tokens(3, 2, 64)), (tokens(3, 2, 80, 2), tokens(3, 2, 64, 2)), (tokens(3, 1, 64, 2), tokens(3, 1, 64, 2))):
+    for k, v in (
+        (tokens(3, 2, 64), tokens(3, 2, 64)),
+        (tokens(3, 2, 80, 2), tokens(3, 2, 64, 2)),
+        (tokens(3, 1, 64, 2), tokens(3, 1, 64, 2)),
+    ):
         with pytest.raises(ShapeError):
             s.append(k, v)
     assert s.length == 0

@@ -1,4 +1,5 @@
 """The law of attention over pages, in FP32: decode the pages, put sinks and window beside them, softmax over positions."""
+
 from __future__ import annotations
 
 import torch
@@ -8,14 +9,23 @@ from ..kv_encode.records import Book, decode_naive
 
 
 def softmax_attention(
-    q_BHTd: torch.Tensor, k_BNSd: torch.Tensor, v_BNSd: torch.Tensor, q_pos_BT: torch.Tensor, k_pos_BS: torch.Tensor, *,
-    scale: float, sliding: int = 0, softcap: float = 0.0, sink_H: torch.Tensor | None = None,
+    q_BHTd: torch.Tensor,
+    k_BNSd: torch.Tensor,
+    v_BNSd: torch.Tensor,
+    q_pos_BT: torch.Tensor,
+    k_pos_BS: torch.Tensor,
+    *,
+    scale: float,
+    sliding: int = 0,
+    softcap: float = 0.0,
+    sink_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention between tokens with positions; a negative position says that nothing is there.
 
     q [B, H, T, dk], k [B, N, S, dk], v [B, N, S, dv], H a multiple of N. `sliding` > 0 keeps the last `sliding` positions (the query's own
     counts); `softcap` > 0 bends scaled logits to c tanh(s / c); `sink_H` is a learned logit per head that takes part in the sum only.
-    Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T]; a query that sees nothing gets 0 and -inf. What lies at absent positions is never read.
+    Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T]; a query that sees nothing gets 0 and -inf. What lies at absent positions is
+    never read.
     """
     B, H, T, _ = q_BHTd.shape
     N = k_BNSd.shape[1]
@@ -49,9 +59,24 @@ def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: 
 
 
 def attend_naive(
-    q_BHTd: torch.Tensor, q_len_B: torch.Tensor, pool_PNb: torch.Tensor, table_BP: torch.Tensor, stored_B: torch.Tensor, length_B: torch.Tensor,
-    sink_k: torch.Tensor, sink_v: torch.Tensor, recent_k: torch.Tensor, recent_v: torch.Tensor, recent_first_B: torch.Tensor,
-    book: Book, layout: PageLayout, *, scale: float, sliding: int = 0, softcap: float = 0.0, sink_H: torch.Tensor | None = None,
+    q_BHTd: torch.Tensor,
+    q_len_B: torch.Tensor,
+    pool_PNb: torch.Tensor,
+    table_BP: torch.Tensor,
+    stored_B: torch.Tensor,
+    length_B: torch.Tensor,
+    sink_k: torch.Tensor,
+    sink_v: torch.Tensor,
+    recent_k: torch.Tensor,
+    recent_v: torch.Tensor,
+    recent_first_B: torch.Tensor,
+    book: Book,
+    layout: PageLayout,
+    *,
+    scale: float,
+    sliding: int = 0,
+    softcap: float = 0.0,
+    sink_H: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of each row's last tokens over everything the row holds.
 
@@ -72,14 +97,24 @@ def attend_naive(
     roll = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))  # noqa: E731
     latent = layout.v_dim == 0
     k = torch.cat([sink_k.float(), lay(k_page), roll(recent_k).float()], 2)
-    v = torch.cat([(sink_k if latent else sink_v).float()[..., : layout.v_dim or layout.k_dim], lay(v_page)[..., : layout.v_dim or layout.k_dim],
-                   roll(recent_k if latent else recent_v).float()[..., : layout.v_dim or layout.k_dim]], 2)
+    v = torch.cat(
+        [
+            (sink_k if latent else sink_v).float()[..., : layout.v_dim or layout.k_dim],
+            lay(v_page)[..., : layout.v_dim or layout.k_dim],
+            roll(recent_k if latent else recent_v).float()[..., : layout.v_dim or layout.k_dim],
+        ],
+        2,
+    )
     stored, length = stored_B.long()[:, None], length_B.long()[:, None]
     at = lambda n: torch.arange(n, device=dev)[None].expand(B, -1)  # noqa: E731
     none = torch.tensor(-1, device=dev)
-    pos = torch.cat([
-        torch.where(at(sinks) < length, at(sinks), none),
-        torch.where(at(width * PAGE) < stored, at(width * PAGE) + sinks, none),
-        torch.where(at(R) + sinks + stored < length, at(R) + sinks + stored, none)], 1)
+    pos = torch.cat(
+        [
+            torch.where(at(sinks) < length, at(sinks), none),
+            torch.where(at(width * PAGE) < stored, at(width * PAGE) + sinks, none),
+            torch.where(at(R) + sinks + stored < length, at(R) + sinks + stored, none),
+        ],
+        1,
+    )
     q_pos = torch.where(at(T) < q_len_B.long()[:, None], length - q_len_B.long()[:, None] + at(T), none)
     return softmax_attention(q_BHTd, k, v, q_pos, pos, scale=scale, sliding=sliding, softcap=softcap, sink_H=sink_H)

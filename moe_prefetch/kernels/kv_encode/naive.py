@@ -2,6 +2,7 @@
 
 Rounding and scale choice use products that are exact in FP32 and no division, so that every device gives the same bytes.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -211,7 +212,8 @@ def unpack(records: torch.Tensor, layout: PageLayout) -> Parts:
     trailer = part("trailer").contiguous().view(torch.int32)
     return Parts(
         unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True),
-        unpack_codes(part("v_codes"), layout.v_dim, layout.format, is_k=False) if layout.v_dim
+        unpack_codes(part("v_codes"), layout.v_dim, layout.format, is_k=False)
+        if layout.v_dim
         else records.new_zeros(*records.shape[:-1], PAGE, 0, dtype=torch.float16 if layout.format.code == "fp16" else torch.uint8),
         part("k_scales").unflatten(-1, (PAGE, layout.k_blocks)),
         part("v_scales").unflatten(-1, (rows, cols)),
@@ -227,10 +229,18 @@ def pack(parts: Parts, layout: PageLayout) -> torch.Tensor:
     factor = ((parts.factor + 127) << 23).to(torch.int32)
     version = torch.full_like(parts.fill, LAYOUT_VERSION)
     trailer = torch.cat([factor, parts.fill[..., None], version[..., None]], -1).to(torch.int32).contiguous()
-    out = torch.cat([
-        pack_codes(parts.k_codes, layout.format, is_k=True), pack_codes(parts.v_codes, layout.format, is_k=False),
-        parts.k_scales.flatten(-2), parts.v_scales.flatten(-2), parts.k_outliers.contiguous().flatten(-2).view(torch.uint8),
-        parts.k_rope.contiguous().flatten(-2).view(torch.uint8), trailer.view(torch.uint8)], -1)
+    out = torch.cat(
+        [
+            pack_codes(parts.k_codes, layout.format, is_k=True),
+            pack_codes(parts.v_codes, layout.format, is_k=False),
+            parts.k_scales.flatten(-2),
+            parts.v_scales.flatten(-2),
+            parts.k_outliers.contiguous().flatten(-2).view(torch.uint8),
+            parts.k_rope.contiguous().flatten(-2).view(torch.uint8),
+            trailer.view(torch.uint8),
+        ],
+        -1,
+    )
     return torch.nn.functional.pad(out, (0, layout.page_bytes - out.shape[-1]))
 
 

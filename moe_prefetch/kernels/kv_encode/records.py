@@ -1,4 +1,5 @@
 """Whole records: tokens into pages and pages into tokens, built on the element law of naive.py."""
+
 from __future__ import annotations
 
 import torch
@@ -10,7 +11,9 @@ from . import naive as law
 Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def encode_naive(pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: Book, layout: PageLayout) -> torch.Tensor:
+def encode_naive(
+    pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: Book, layout: PageLayout
+) -> torch.Tensor:
     """Append tokens to pages, in place.
 
     pool_PNb  uint8 [P, N, page_bytes]
