@@ -23,6 +23,7 @@ from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector, make_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.outliers import LayerStats
+from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
 
@@ -133,6 +134,89 @@ class PagedLayer(CacheLayerMixin):
     prefetch = offload
 
 
+class StaticPagedLayer(PagedLayer):
+    """A `PagedLayer` of fixed size whose decode steps run on the device alone: tensors keep their addresses, nothing is read by the host.
+
+    It can't be reordered or repeated (nor can transformers' own StaticLayer be repeated); rows must have equal lengths.
+    """
+
+    is_compileable = True
+
+    def __init__(self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int, max_length: int) -> None:
+        super().__init__(kv, number, stats, latent)
+        self.max_length, self.static = max_length, None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        layout, heads = self.layout(key_states.shape[-1], value_states.shape[-1]), key_states.shape[1]
+        book, _ = make_book(self.stats, layout, heads, self.kv.outliers, key_states.device)
+        self.static: StaticStore | None = StaticStore(
+            layout,
+            heads,
+            book,
+            batch=key_states.shape[0],
+            max_tokens=self.max_length,
+            sinks=self.kv.sinks,
+            window=self.kv.window,
+            device=key_states.device,
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.static is None:
+            self.lazy_initialization(key_states, value_states)
+        store = self.static
+        assert store is not None
+        split = [key_states.shape[-1], value_states.shape[-1]]
+        both = (torch.cat([key_states, value_states], -1), value_states[..., :0]) if self.latent else (key_states, value_states)
+        prompt = store.empty and key_states.shape[2] > store.draft
+        if prompt:
+            k, v = store.gather(key_states.dtype)
+            store.prefill(*both)
+        else:
+            store.append(*both)
+            k, v = store.gather(key_states.dtype)
+        k, v = k.split(split, -1) if self.latent else (k, v)
+        # This call's own tokens, unrounded.
+        at = store.length[0] - key_states.shape[2] + torch.arange(key_states.shape[2], device=key_states.device)
+        return k.index_copy(2, at, key_states), v.index_copy(2, at, value_states)
+
+    def get_seq_length(self) -> Any:
+        return 0 if self.static is None else self.static.length[0]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    def reset(self) -> None:
+        if self.static is not None:
+            self.static.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.static is None or tokens_to_remove == 0:
+            return
+        if tokens_to_remove > 0:
+            raise CacheError(
+                "a static cache crops by a count", where=f"layer {self.number}", expected="a negative number of tokens", do="pass -n"
+            )
+        self.static.crop(-tokens_to_remove)
+
+    def set_pads(self, pads: list[int]) -> None:
+        if any(pads):
+            raise CacheError(
+                "rows of a static cache have equal lengths",
+                where=f"layer {self.number}",
+                expected="no padding",
+                do="use make_cache without max_length",
+            )
+
+    def _select(self, indices: Iterable[int]) -> None:
+        raise CacheError(
+            "a static cache keeps its rows", where=f"layer {self.number}", expected="no beams", do="use make_cache without max_length"
+        )
+
+
 class PagedCache(Cache):
     """A `Cache` of `PagedLayer`s (layers with another kind of attention keep transformers' own) that knows its bytes."""
 
@@ -149,6 +233,7 @@ class PagedCache(Cache):
     def held_bytes(self) -> int:
         """Bytes of every storage the cache holds, codebooks and block tables included."""
         total = sum(x.store.held_bytes() + x.store.book_bytes() for x in self._paged() if x.store is not None)
+        total += sum(x.static.held_bytes() for x in self.layers if isinstance(x, StaticPagedLayer) and x.static is not None)
         for x in self.layers:
             for t in (getattr(x, "keys", None), getattr(x, "values", None)):
                 total += t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0
@@ -160,15 +245,39 @@ class PagedCache(Cache):
         elements = sum(s.row_length(b) * s.heads * s.layout.element_count for s in stores for b in range(s.batch))
         return 8 * sum(s.held_bytes() + s.book_bytes() for s in stores) / elements if elements else float("nan")
 
+    def report(self) -> list[dict[str, Any]]:
+        """One row per paged layer: format, bits per element at 32k, share of FP16 outliers, elements saturated and NaNs zeroed so far."""
+        rows = []
+        for x in self._paged():
+            store = x.store if x.store is not None else getattr(x, "static", None)
+            if store is None:
+                continue
+            books = [store.book] if isinstance(store, StaticStore) else [b for b in store.books if b is not None]
+            used = max((int((b[0] >= 0).sum()) for b in books), default=0)
+            saturated, nan = store.counts.tolist()
+            rows.append(
+                {
+                    "layer": x.number,
+                    "format": x.format.name,
+                    "saturated": saturated,
+                    "nan": nan,
+                    "bits_per_element": store.layout.bits_per_element(sinks=x.kv.sinks, window=x.kv.window),
+                    "outlier_share": used / (store.heads * (store.layout.k_dim + store.layout.v_dim)),
+                }
+            )
+        return rows
+
     def check_integrity(self) -> None:
         for x in self._paged():
             if x.store is not None:
                 x.store.check_integrity()
 
 
-def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | None = None) -> PagedCache:
+def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | None = None, *, max_length: int | None = None) -> PagedCache:
     """The cache for one model. `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
+    With `max_length` the cache has a fixed size and its decode steps can be captured (`StaticPagedLayer`); FP4 with outliers then needs
+    a calibration.
     Layers with sliding-window or linear attention keep transformers' own cache, except where `kv_config.layers` names them.
     Raises ConfigError for a layer that the model does not have, ArtefactError for a bad calibration file.
     """
@@ -185,7 +294,20 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
     moments: Mapping[int, LayerStats] = stats.layers if stats is not None else {}
     latent = getattr(text, "kv_lora_rank", None) or 0
     theirs = DynamicCache(config=model_config).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    layers = [PagedLayer(kv_config, n, moments.get(n), latent) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
+    if max_length is not None and not moments and format_of(kv_config.format).max_bits is not None:
+        raise ConfigError(
+            "a static cache can't make codebooks from the prompt",
+            where="kv.calibration",
+            expected="a calibration",
+            do="run calibrate() once",
+        )
+
+    def layer(n: int) -> PagedLayer:
+        if max_length is not None:
+            return StaticPagedLayer(kv_config, n, moments.get(n), latent, max_length)
+        return PagedLayer(kv_config, n, moments.get(n), latent)
+
+    layers = [layer(n) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
     return PagedCache(layers=layers)
 
 

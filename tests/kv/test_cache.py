@@ -162,6 +162,19 @@ def test_held_bytes_are_all_storages_and_match_the_formula(llama, stats) -> None
         assert len({t.untyped_storage().data_ptr() for x in cache.layers for t in (x.store.pool, x.store.recent_k, x.store.recent_v)}) == 6
 
 
+def test_the_report_counts_outliers_and_what_was_not_finite(llama, stats) -> None:
+    for policy in ("importance", "topn", "sigma", "none"):
+        cache = make_cache(llama.config, models.config(outliers=policy), stats)
+        k = torch.randn(1, 2, 200, 64)
+        k[0, 0, 0, 0], k[0, 1, 9, 3], k[0, 1, 9, 4] = torch.nan, torch.inf, -1e6
+        for layer in cache.layers:
+            layer.update(k, torch.randn(1, 2, 200, 64))
+        for row in cache.report():
+            assert (row["saturated"], row["nan"]) == (2, 1) and row["format"] == "fp4-quality"
+            assert row["outlier_share"] <= 0.05 and (row["outlier_share"] > 0.03) == (policy in ("importance", "topn"))
+            assert row["bits_per_element"] <= 4.85
+
+
 def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:
     cache = make_cache(llama.config, models.config(layers={1: "fp8"}), stats)
     assert [x.format.name for x in cache.layers] == ["fp4-quality", "fp8"]

@@ -1,4 +1,5 @@
 """Faults that users of other KV caches have met: one test for each kind. docs/field-faults.md lists them."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,0 +1,186 @@
+"""A layer's KV cache of fixed size whose every step runs on the device: no allocation kept, no host read, so that a graph can capture it.
+
+The same pages, sinks and window as `LayerStore`; rows have equal lengths, pages are not shared. Between `window` and `window + draft`
+tokens
+are in FP16. A prompt is taken by `prefill`, outside a graph; steps of up to `draft` tokens by `append`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import CacheError, ConfigError
+from ..kernels.kv_attend.op import kv_attend
+from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
+from ..kernels.kv_encode.op import kv_encode
+from ..kernels.kv_encode.records import Book, decode_naive, runs_for
+from .format import PAGE, PageLayout
+
+
+def _fp16(x: torch.Tensor) -> torch.Tensor:
+    return x.float().nan_to_num(0.0, FP16_MAX, -FP16_MAX).clamp(-FP16_MAX, FP16_MAX).half()
+
+
+class StaticStore:
+    """`max_tokens` per row are reserved at once. Raises ConfigError for a format whose V scale covers several tokens."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        heads: int,
+        book: Book,
+        *,
+        batch: int,
+        max_tokens: int,
+        sinks: int = 4,
+        window: int = 64,
+        draft: int = 8,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if layout.format.append_group > 1:
+            raise ConfigError(
+                f"format {layout.format.name} stores several tokens at a time",
+                where="static KV cache",
+                expected="one scale per token",
+                do="choose fp4-72, fp4-quality, fp8 or fp16",
+            )
+        self.layout, self.heads, self.book, self.sinks, self.window, self.draft = layout, heads, book, sinks, window, draft
+        self.batch, self.max_tokens = batch, max_tokens
+        self.ring = window + 2 * draft
+        per_row = max(1, -(-(max_tokens - sinks) // PAGE))
+        # One page a row more: what is not due yet goes there, so that each step writes the same number of tokens.
+        self.pool = empty_pages(batch * (per_row + 1), heads, layout, device)
+        self.blank = empty_pages(1, heads, layout, device)
+        self.table = torch.arange(batch * per_row, dtype=torch.int32, device=device).reshape(batch, per_row)
+        self.scratch = torch.arange(batch * per_row, batch * (per_row + 1), device=device)
+        self.rows = torch.arange(batch, device=device)
+        self.length = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.stored = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        k_dim, v_dim = layout.k_dim + layout.rope, layout.v_dim
+        half = lambda n, d: torch.zeros(batch, heads, n, d, dtype=torch.float16, device=device)  # noqa: E731
+        # One sink more: later tokens land there.
+        self.sink_k, self.sink_v = half(sinks + 1, k_dim), half(sinks + 1, v_dim)
+        self.recent_k, self.recent_v = half(self.ring, k_dim), half(self.ring, v_dim)
+        self.empty = True
+
+    def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
+        """Take T <= draft tokens per row; as many older ones leave the window. Device work only. Raises CacheError for more."""
+        T = k_BNTd.shape[2]
+        if T > self.draft:
+            raise CacheError(
+                f"{T} tokens in one step", where="static KV cache", expected=f"at most {self.draft}", do="prefill first, or raise draft"
+            )
+        for _ in range(T):
+            self._settle_one()
+        k, v = _fp16(k_BNTd), _fp16(v_BNTd)
+        at = self.length[:, None] + torch.arange(T, device=self.length.device)
+        row = self.rows[:, None].expand_as(at)
+        for sink, recent, x in ((self.sink_k, self.recent_k, k), (self.sink_v, self.recent_v, v)):
+            x = x.transpose(1, 2)
+            sink[row, :, at.clamp(max=self.sinks)] = x
+            recent[row, :, at % self.ring] = x
+        self.length.add_(T)
+        self.empty = False
+
+    def _settle_one(self) -> None:
+        at = self.stored + self.sinks
+        due = at < self.length - self.window
+        slot = torch.where(due, self.stored % PAGE, 0)
+        page = torch.where(due, self.table[self.rows, (self.stored // PAGE).clamp(max=self.table.shape[1] - 1)].long(), self.scratch)
+        opened = (slot == 0)[:, None, None]
+        self.pool.index_copy_(0, page, torch.where(opened, self.blank, self.pool[page]))
+        k, v = (x[self.rows, :, at % self.ring] for x in (self.recent_k, self.recent_v))
+        runs = torch.stack([page, slot, self.rows, torch.ones_like(page)], 1).to(torch.int32)
+        self.counts.add_(kv_encode(self.pool, k, v, runs, self.book, self.layout))
+        self.stored.add_(due)
+
+    def prefill(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
+        """Take a prompt into an empty cache. Raises CacheError when it does not fit or the cache is not empty."""
+        T = k_BNTd.shape[2]
+        if not self.empty or T > self.max_tokens:
+            raise CacheError(
+                f"a prompt of {T} tokens",
+                where="static KV cache",
+                expected=f"an empty cache and at most {self.max_tokens}",
+                do="reset the cache, or make it larger",
+            )
+        k, v = _fp16(k_BNTd), _fp16(v_BNTd)
+        n = min(T, self.sinks)
+        self.sink_k[:, :, :n], self.sink_v[:, :, :n] = k[:, :, :n], v[:, :, :n]
+        stored = max(0, T - self.sinks - self.window)
+        if stored:
+            runs = [r for b in range(self.batch) for r in runs_for(self.table[b].tolist(), 0, stored, b * T + self.sinks)]
+            flat = lambda x: x.transpose(1, 2).flatten(0, 1)  # noqa: E731
+            self.counts.add_(
+                kv_encode(
+                    self.pool, flat(k), flat(v), torch.tensor(runs, dtype=torch.int32, device=self.pool.device), self.book, self.layout
+                )
+            )
+        last = torch.arange(max(0, T - self.ring), T, device=self.pool.device)
+        self.recent_k[:, :, last % self.ring], self.recent_v[:, :, last % self.ring] = k[:, :, last], v[:, :, last]
+        self.length.fill_(T)
+        self.stored.fill_(stored)
+        self.empty = False
+
+    def gather(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [B, N, max_tokens, dk] and V as attention sees them, zero beyond the length."""
+        pos = torch.arange(self.max_tokens, device=self.pool.device)
+        paged = decode_naive(self.pool[self.table.flatten()], self.book, self.layout)
+        at = (pos - self.sinks).clamp(0, self.table.shape[1] * PAGE - 1)
+        out = []
+        latent = not self.layout.v_dim
+        for page, sink, recent in (
+            (paged[0], self.sink_k, self.recent_k),
+            (paged[1], self.sink_k if latent else self.sink_v, self.recent_k if latent else self.recent_v),
+        ):
+            d = page.shape[-1]
+            page = page.unflatten(0, (self.batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, at]
+            in_page = (pos < self.sinks + self.stored[:, None])[:, None, :, None]
+            x = torch.where(in_page, page, recent[:, :, pos % self.ring, :d].float())
+            x = torch.where((pos < self.sinks)[:, None], sink[:, :, pos.clamp(max=self.sinks), :d].float(), x)
+            out.append(torch.where((pos < self.length[:, None])[:, None, :, None], x, 0.0).to(dtype))
+        return out[0], out[1]
+
+    def attend(
+        self, q_BHTd: torch.Tensor, *, scale: float, sliding: int = 0, softcap: float = 0.0, sink_H: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of the T tokens appended last; see `moe_prefetch.kv.attention.attend`."""
+        int32 = lambda x: x.to(torch.int32)  # noqa: E731
+        queries = torch.full_like(self.length, q_BHTd.shape[2])
+        return kv_attend(
+            q_BHTd,
+            int32(queries),
+            self.pool,
+            self.table,
+            int32(self.stored),
+            int32(self.length),
+            self.sink_k[:, :, : self.sinks],
+            self.sink_v[:, :, : self.sinks],
+            self.recent_k,
+            self.recent_v,
+            int32((self.stored + self.sinks) % self.ring),
+            self.book,
+            self.layout,
+            scale=scale,
+            sliding=sliding,
+            softcap=softcap,
+            sink_H=sink_H,
+        )
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens (a rejected draft); what is in pages below the cut stays as encoded. Device work only."""
+        self.length.sub_(count).clamp_(min=0)
+        self.stored.copy_(torch.minimum(self.stored, (self.length - self.sinks).clamp(min=0)))
+
+    def reset(self) -> None:
+        """Forget every token; addresses stay."""
+        self.pool.copy_(self.blank.expand_as(self.pool))
+        self.length.zero_()
+        self.stored.zero_()
+        self.empty = True
+
+    def held_bytes(self) -> int:
+        """Bytes of every storage, the codebook apart."""
+        tensors = (self.pool, self.blank, self.table, self.sink_k, self.sink_v, self.recent_k, self.recent_v, self.length, self.stored)
+        return sum(t.untyped_storage().nbytes() for t in tensors)

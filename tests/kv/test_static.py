@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_prefetch.errors import CacheError, ConfigError
+from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
+from moe_prefetch.kernels.kv_encode.records import neutral_book
+from moe_prefetch.kv.attention import attend
+from moe_prefetch.kv.format import FORMATS
+from moe_prefetch.kv.static import StaticStore
+from moe_prefetch.kv.store import LayerStore
+
+from . import models
+from .common import NAMES, book, layout, tokens
+
+ONE_TOKEN = [n for n in NAMES if FORMATS[n].append_group == 1]
+
+
+def pair(name: str, *, batch: int = 2, max_tokens: int = 420, window: int = 16) -> tuple[StaticStore, LayerStore]:
+    lay = layout(name)
+    b = book(lay, 2)
+    return StaticStore(lay, 2, b, batch=batch, max_tokens=max_tokens, window=window), LayerStore(lay, 2, b, batch=batch, window=window)
+
+
+@pytest.mark.parametrize("prompt", [0, 3, 20, 21, 147, 300])
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_steps_equal_the_paged_store(name: str, prompt: int) -> None:
+    """Prompt, then single tokens: the same K and V to the bit, the same attention."""
+    static, paged = pair(name)
+    k, v = tokens(prompt + 60, 2, 64, 2), tokens(prompt + 60, 2, 64, 2, seed=1)
+    if prompt:
+        static.prefill(k[:, :, :prompt], v[:, :, :prompt])
+        paged.append(k[:, :, :prompt], v[:, :, :prompt])
+    for i in range(prompt, prompt + 60):
+        for s in (static, paged):
+            s.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    for got, want in zip(static.gather(), paged.gather(), strict=True):
+        assert torch.equal(got[:, :, : prompt + 60], want) and bool((got[:, :, prompt + 60 :] == 0).all())
+    q = torch.randn(2, 4, 1, 64)
+    for got, want in zip(static.attend(q, scale=0.1), attend(paged, q, scale=0.1), strict=True):
+        assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_a_rejected_draft_leaves_no_trace() -> None:
+    static, plain = pair("fp4-quality")[0], pair("fp4-quality")[0]
+    k = tokens(200, 2, 64, 2)
+    for s in (static, plain):
+        s.prefill(k[:, :, :100], k[:, :, :100])
+    for i in range(100, 140):
+        junk = torch.full((2, 2, 5, 64), 900.0)
+        junk[:, :, :1] = k[:, :, i : i + 1]
+        static.append(junk, junk)
+        static.crop(4)
+        plain.append(k[:, :, i : i + 1], k[:, :, i : i + 1])
+    got, want = static.gather()[0], plain.gather()[0]
+    assert torch.equal(static.length, plain.length) and torch.equal(got[:, :, -300:], want[:, :, -300:])
+    near = slice(int(plain.length[0]) - 16, int(plain.length[0]))
+    assert torch.equal(got[:, :, near], want[:, :, near])
+
+
+def test_reset_and_reuse_keep_addresses_and_bytes() -> None:
+    static, fresh = pair("fp4-72")[0], pair("fp4-72")[0]
+    k = tokens(300, 2, 64, 2)
+    static.prefill(k * 100, k * 100)
+    where = [t.data_ptr() for t in (static.pool, static.recent_k, static.length)]
+    static.reset()
+    for s in (static, fresh):
+        s.prefill(k[:, :, :50], k[:, :, :50])
+        for i in range(50, 250):
+            s.append(k[:, :, i : i + 1], k[:, :, i : i + 1])
+    assert where == [t.data_ptr() for t in (static.pool, static.recent_k, static.length)]
+    assert torch.equal(static.gather()[0], fresh.gather()[0])
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-quality"])
+def test_a_step_reads_nothing_on_the_host(name: str) -> None:
+    """With tensors that have no values, any `.item()`, `.tolist()` or shape that depends on data raises: what would break graph capture."""
+    with FakeTensorMode():
+        lay = layout(name)
+        s = StaticStore(lay, 2, neutral_book(lay, 2), batch=2, max_tokens=300)
+        for _ in range(3):
+            s.append(torch.randn(2, 2, 1, 64), torch.randn(2, 2, 1, 64))
+            out, lse = s.attend(torch.randn(2, 4, 1, 64), scale=0.1)
+            s.gather()
+        s.append(torch.randn(2, 2, 4, 64), torch.randn(2, 2, 4, 64))
+        s.crop(3)
+        assert out.shape == (2, 4, 1, 64) and lse.shape == (2, 4, 1)
+        with pytest.raises(Exception, match="(?i)data|item|scalar"):
+            s.length.tolist()
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-quality"])
+def test_generate_equals_the_paged_cache(name: str) -> None:
+    model = models.llama()
+    stats = calibrate(model, models.ids(200, 2, seed=9))
+    for prompt in (models.ids(6, 2), models.ids(70, 2)):
+        static = make_cache(model.config, models.config(name), stats, max_length=120)
+        want = models.generate(model, prompt, make_cache(model.config, models.config(name), stats))
+        assert torch.equal(models.generate(model, prompt, static), want)
+        static.reset()
+        assert torch.equal(models.generate(model, prompt, static), want)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="several tokens"):
+        StaticStore(layout("fp4-72-c64"), 2, book(layout("fp4-72-c64"), 2), batch=1, max_tokens=100)
+    s = pair("fp8")[0]
+    with pytest.raises(CacheError, match="at most 8"):
+        s.append(tokens(9, 2, 64, 2), tokens(9, 2, 64, 2))
+    with pytest.raises(CacheError):
+        s.prefill(tokens(421, 2, 64, 2), tokens(421, 2, 64, 2))
+    config = models.llama().config
+    with pytest.raises(ConfigError, match="calibration"):
+        make_cache(config, models.config("fp4-72"), max_length=50)
+    cache = make_cache(config, models.config("fp8"), max_length=50)
+    with pytest.raises(CacheError):
+        cache.reorder_cache(torch.tensor([0]))
