@@ -30,15 +30,15 @@ def fit_temperature(margin_TE: torch.Tensor, true_TK: torch.Tensor, iterations: 
     if size == 0.0:
         return 1.0
     # In units of the mean margin, so that start and limits fit any router; separable data would run off to T = 0.
-    m, s = m / size, torch.tensor(1.0, dtype=torch.float64)
+    m, s = m / size, 1.0
     for _ in range(iterations):
         p = torch.sigmoid(m * s)
-        slope, curve = (m * (p - y)).mean(), (m * m * p * (1 - p)).mean()
-        step = float((slope / curve.clamp_min(1e-12)).clamp(-s / 2, s))
-        s = (s - step).clamp(1e-3, 1e3)
-        if abs(step) < 1e-6 * float(s):
+        slope, curve = float((m * (p - y)).mean()), float((m * m * p * (1 - p)).mean())
+        step = min(max(slope / max(curve, 1e-12), -s), s / 2)
+        s = min(max(s - step, 1e-3), 1e3)
+        if abs(step) < 1e-6 * s:
             break
-    return size / float(s)
+    return size / s
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ def union_recall(score_TE: torch.Tensor, true_TK: torch.Tensor, batch: int) -> f
     if groups == 0:
         raise ValueError(f"{score_TE.shape[0]} tokens make no batch of {batch}")
     # Interleaved, so that a group holds tokens of different places in the text, as independent requests do.
-    order = torch.arange(groups * batch).view(batch, groups).T.reshape(-1)
+    order = torch.arange(groups * batch, device=score_TE.device).view(batch, groups).T.reshape(-1)
 
     def union(ids_TK: torch.Tensor) -> torch.Tensor:
         hot = torch.zeros(groups, score_TE.shape[1], dtype=torch.bool, device=score_TE.device)

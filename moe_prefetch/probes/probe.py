@@ -10,8 +10,8 @@ layer L (the residual after its attention, before its pre-MoE norm) gives horizo
 
 `act` leaves the first `linear` of the R units as they are (a plain low-rank correction) and applies SiLU to the rest: these stand in for
 the MoE block between tap and target. The gate is the target's own, frozen, copied from the model and never stored. `up` and `out` start at
-zero, so an untrained probe is the stale gate, bitwise. `boundary` is the middle between the k-th and the next score, so `prob` estimates P(expert is in the top-k) and
-has one free number, the temperature (`calibrate.py`). Related work: PROBE (arXiv 2602.00509), pre-attention routing prediction
+zero, so an untrained probe is the stale gate, bitwise. `boundary` is the middle between the k-th and the next score, so `prob` estimates
+P(expert is in the top-k) and has one free number, the temperature (`calibrate.py`). Related work: PROBE (arXiv 2602.00509), pre-attention routing prediction
 (arXiv 2511.10676); RMSNorm arXiv 1910.07467; group-limited selection arXiv 2412.19437.
 """
 from __future__ import annotations

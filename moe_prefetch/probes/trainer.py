@@ -96,8 +96,6 @@ class _Horizon:
     """Moments, preconditioner and weights of all targets at one horizon; n = number of targets. Inputs come as unit-RMS, shared by all
     targets of a tap; each target's norm weight is folded into its gate and its `down`."""
 
-    PARAMS = ("white_nRD", "shift_nR", "up_nER", "out_nE")
-
     def __init__(self, gates: Sequence[GateSpec], horizon: int, config: FitConfig, device: torch.device) -> None:
         self.horizon, self.config, self.specs = horizon, config, list(gates[horizon:])
         self.norm_nD = torch.stack([g.norm_D for g in self.specs]).to(device)
@@ -112,6 +110,7 @@ class _Horizon:
         self.cross_nDE, self.sum_nE = zeros(n, d, e, dtype=torch.float64), zeros(n, e, dtype=torch.float64)
         self.square_n, self.total_n = zeros(n, dtype=torch.float64), zeros(n, dtype=torch.float64)
         self.mean_nD, self.white_nDD, self.std_n, self.kl0_n = zeros(n, d), zeros(n, d, d), zeros(n), zeros(n)
+        self.fresh = True
         self.params = {"white_nRD": zeros(n, config.rank, d), "shift_nR": zeros(n, config.rank), "up_nER": zeros(n, e, config.rank),
                        "out_nE": zeros(n, e)}
 
@@ -134,22 +133,23 @@ class _Horizon:
         cov = self.cov_nDD / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
         cross = self.cross_nDE / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
         self.std_n = ((self.square_n / (c * e)) - (self.total_n / (c * e)).square()).clamp_min(1e-12).sqrt().float()
-        value, basis = torch.linalg.eigh(cov.cpu())
-        value, basis = value.to(cov.device), basis.to(cov.device)
-        floor = 1e-3 * value.median(-1, keepdim=True).values.clamp_min(1e-12)
-        self.white_nDD = ((value.clamp_min(0) + floor).rsqrt().unsqueeze(2) * basis.mT).float()
-        self.mean_nD = mean.float()
-        shrink = (value.clamp_min(0) + floor) * (1 + self.config.ridge)
-        # Solution in whitened coordinates, cut to its strongest `linear` directions.
-        solution = (basis.mT @ cross) / shrink.unsqueeze(2) * (value.clamp_min(0) + floor).sqrt().unsqueeze(2)
+        # W = L^-1 of the Cholesky factor: W x has unit covariance. The floor keeps directions without variance from being blown up.
+        floor = 5e-4 * cov.diagonal(dim1=1, dim2=2).median(-1).values.clamp_min(1e-12)
+        eye = torch.eye(d, dtype=torch.float64, device=cov.device).expand(n, d, d)
+        factor = torch.linalg.cholesky(cov + floor.view(-1, 1, 1) * eye)
+        white = torch.linalg.solve_triangular(factor, eye, upper=False)
+        self.white_nDD, self.mean_nD = white.float(), mean.float()
+        # The ridge solution in whitened coordinates, cut to its strongest `linear` directions.
+        solution = torch.bmm(white, cross) / (1 + self.config.ridge)
         left, strength, right = torch.linalg.svd(solution.cpu(), full_matrices=False)
         k = min(self.config.linear, strength.shape[-1])
         root = strength[:, :k].clamp_min(1e-12).sqrt()
-        white = self.params["white_nRD"]
-        white[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(white.device)
+        rows = self.params["white_nRD"]
+        rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)
         # Random directions with outputs of unit size for the units that start without an effect.
-        white[:, k:] = (torch.randn(n, self.config.rank - k, d, generator=generator) / math.sqrt(d)).to(white.device)
-        self.params["up_nER"][:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(white.device)
+        rows[:, k:] = (torch.randn(n, self.config.rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
+        self.params["up_nER"][:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(rows.device)
+        # `folded` subtracts the input's mean, so the mean residual is what is left for `out`.
         self.params["out_nE"].copy_(mean_e)
         for p in self.params.values():
             p.requires_grad_(True)
@@ -167,8 +167,8 @@ class _Horizon:
     def loss(self, z_nTE: torch.Tensor, y_nTE: torch.Tensor) -> torch.Tensor:
         """Mean over tokens, sum over targets."""
         kl_n = kl(z_nTE, y_nTE)
-        if not bool(self.kl0_n.any()):
-            self.kl0_n = kl_n.detach().clamp_min(1e-9)
+        if self.fresh:
+            self.kl0_n, self.fresh = kl_n.detach().clamp_min(1e-9), False
         loss = (kl_n / self.kl0_n).sum()
         if self.config.rank_weight:
             width = (self.config.tau * self.std_n).view(-1, 1, 1)
@@ -258,12 +258,17 @@ class Trainer:
         return total / targets
 
     @torch.no_grad()
-    def logits(self, taps: Taps, horizon: int) -> torch.Tensor:
-        """Averaged weights' logits for all targets of a horizon [n, T, E]."""
-        for (h, u, _), average in zip(self._inputs(taps), self.average):
-            if h.horizon == horizon:
-                return h.logits(u, average)
-        raise ShapeError(f"horizon {horizon} is not fitted", where="Trainer")
+    def evaluate(self, held_out: Taps, chunk: int = 4096) -> list[list[float]]:
+        """Recall of the router's top-k by the averaged weights: a list per horizon of one figure per target. Summed over all ranks."""
+        n_k = self.gates[0].top_k
+        found = [torch.zeros(len(h.specs) + 1, dtype=torch.float64, device=self.device) for h in self.horizons]
+        for start in range(0, held_out.tokens, chunk):
+            part = held_out.slice(start, min(start + chunk, held_out.tokens))
+            for total, average, (h, u, y) in zip(found, self.average, self._inputs(part)):
+                total[:-1] += batched_hits(h.logits(u, average), y, h.specs)
+                total[-1] += part.tokens * n_k
+        all_sum(found)
+        return [(total[:-1] / total[-1]).tolist() for total in found]
 
     @torch.no_grad()
     def probe(self) -> RoutingProbe:
@@ -305,6 +310,7 @@ class Trainer:
                 h.params[k] = value.to(self.device).clone().requires_grad_(True)
             for k in ("mean_nD", "white_nDD", "std_n", "kl0_n"):
                 setattr(h, k, state[head + k].to(self.device))
+            h.fresh = not bool(h.kl0_n.any())
         self._make_optimiser()
         for h, average in zip(self.horizons, self.average):
             head = f"h{h.horizon}."
@@ -334,10 +340,11 @@ def make_adamw(params: list[torch.Tensor], lr: float, weight_decay: float) -> to
     return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, fused=True)
 
 
-def batched_recall(z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
-    """Hits of the top-k per target, float64 [n] (sum over tokens, of top_k each)."""
+def batched_hits(z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
+    """How many of the router's choices are among the forecast's, per target, float64 [n] (of tokens x top_k)."""
+    first = specs[0]
+
     def choice(z: torch.Tensor) -> torch.Tensor:
-        first = specs[0]
         hard = scores(z, first)[1] if first.bias_E is None else torch.stack([scores(a, s)[1] for a, s in zip(z, specs)])
         return torch.zeros_like(hard, dtype=torch.bool).scatter_(-1, hard.topk(first.top_k, -1).indices, True)
 
