@@ -96,6 +96,8 @@ class TransformersModel:
         self.gates = [self._gate(b) for b in self.blocks]
         self._originals: list[_Original] = []
         self._refusals: list[torch.utils.hooks.RemovableHandle] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._configs: list[tuple[nn.Module, Any]] = []
 
     def _check_layout(self, experts: nn.Module) -> None:
         where = f"{type(self.model).__name__}, {type(experts).__name__}"
@@ -170,9 +172,9 @@ class TransformersModel:
         self._originals, self._refusals = [], []
 
     # taps -----------------------------------------------------------------------------------------------------------
-    def _hook(self, taps: Taps, kv: KVConfig | None) -> list[torch.utils.hooks.RemovableHandle]:
-        """Forward hooks that call `taps`; with `kv`, new caches get our layers."""
-        handles, thread = [], threading.local()
+    def _hook(self, taps: Taps, kv: KVConfig | None, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+        """Forward hooks that call `taps`, noted in `handles` one by one; with `kv`, new caches get our layers."""
+        thread = threading.local()
 
         # Hooks are copied by deepcopy: each asks whether it still runs on its own module.
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -209,7 +211,6 @@ class TransformersModel:
             norm = block.post_attention_layernorm
             handles.append(block.register_forward_pre_hook(tap(taps.residual, layer, block), with_kwargs=True))
             handles.append(norm.register_forward_pre_hook(tap(taps.moe_input, layer, norm), with_kwargs=True))
-        return handles
 
     def _with_cache(self, kwargs: dict[str, Any], kv: KVConfig) -> dict[str, Any]:
         """Give an empty DynamicCache our layers, in place (the caller keeps its object); make a cache where the model would make one."""
@@ -226,35 +227,29 @@ class TransformersModel:
             cache.layer_class_to_replicate = None
         return kwargs
 
-    def install(self, taps: ExpertTaps, kv: KVConfig) -> Callable[[], None]:
-        handles: list[torch.utils.hooks.RemovableHandle] = []
-        configs = [(b.mlp.experts, b.mlp.experts.config) for b in self.blocks]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            for experts, config in configs:
-                _SERVED.pop(experts, None)
-                experts.config = config
-
+    def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
         with _SERVED_LOCK:
             self.check_free()
-            try:
-                handles += self._hook(taps, kv)
-                for layer, (experts, config) in enumerate(configs):
-                    # A copy for these modules alone: the model's own config may be shared with another model, and may be saved.
-                    experts.config = copy.copy(config)
-                    experts.config._experts_implementation = IMPLEMENTATION
-                    _SERVED[experts] = _Served(taps, layer)
-            except BaseException:
-                undo()
-                raise
-        return undo
+            self._configs = [(b.mlp.experts, b.mlp.experts.config) for b in self.blocks]
+            self._hook(taps, kv, self._handles)
+            for layer, (experts, config) in enumerate(self._configs):
+                # A copy for these modules alone: the model's own config may be shared with another model, and may be saved.
+                experts.config = copy.copy(config)
+                experts.config._experts_implementation = IMPLEMENTATION
+                _SERVED[experts] = _Served(taps, layer)
+
+    def uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for experts, config in self._configs:
+            _SERVED.pop(experts, None)
+            experts.config = config
+        self._handles, self._configs = [], []
 
     @contextlib.contextmanager
     def observe(self, listener: Listener) -> Iterator[None]:
         """Call `listener` on every forward pass while the context is open. The model computes as it always does."""
-        handles = self._hook(listener, None)
+        handles: list[torch.utils.hooks.RemovableHandle] = []
 
         def routed(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -263,8 +258,9 @@ class TransformersModel:
 
             return hook
 
-        handles += [b.mlp.gate.register_forward_hook(routed(i)) for i, b in enumerate(self.blocks)]
         try:
+            self._hook(listener, None, handles)
+            handles += [b.mlp.gate.register_forward_hook(routed(i)) for i, b in enumerate(self.blocks)]
             yield
         finally:
             for handle in handles:

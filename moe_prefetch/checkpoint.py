@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 
@@ -44,18 +45,15 @@ def contained(root: Path, name: str) -> Path:
 def _open_regular(path: Path) -> BinaryIO:
     """Open for reading. Raises ArtefactError for anything but a regular file: opening a pipe would wait, a device never ends."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            regular = stat.S_ISREG(os.fstat(fd).st_mode)
-        except BaseException:
-            os.close(fd)
-            raise
+        # Looked at first: an `opener` with O_NONBLOCK would lose the file when Ctrl-C strikes in it.
+        regular = stat.S_ISREG(os.stat(path).st_mode)
+        f = open(path, "rb") if regular else None
     except (OSError, ValueError) as e:
-        raise ArtefactError(f"can't be read: {getattr(e, 'strerror', None) or e}", where=str(path), do="check the path and its permissions") from e
-    if not regular:
-        os.close(fd)
+        raise ArtefactError(f"can't be read: {getattr(e, 'strerror', None) or e}", where=str(path),
+                            do="check the path and its permissions") from e
+    if f is None:
         raise ArtefactError("is no regular file", where=str(path), expected="a file", do="check the path")
-    return os.fdopen(fd, "rb")
+    return f
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def atomic_file(path: Path, runtime: Runtime = REAL) -> Iterator[BinaryIO]:
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         # Not mkstemp: its files can be read by nobody else, whatever the user's umask says.
-        with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "wb") as f:
+        with open(tmp, "xb") as f:
             yield f
             f.flush()
             runtime.fsync(f.fileno())
@@ -196,3 +194,49 @@ def load_tensors(path: Path, *, sha256: str | None = None, cap: int | None = Non
         return load(data)
     except Exception as e:  # safetensors raises its own error, KeyError (a dtype torch lacks), ValueError, RuntimeError
         raise ArtefactError(f"not a valid safetensors file: {e}", where=str(path), do="make or fetch the file again") from e
+
+
+def read_jsonl(path: Path, *, cap_line: int = MAX_JSON) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, one at a time. Raises ArtefactError naming the line: too long, cut short, not an object."""
+    path = Path(path)
+    with _open_regular(path) as f:
+        number = 0
+        while line := f.readline(cap_line + 1):
+            number += 1
+            where = f"{path}, line {number}"
+            if len(line) > cap_line:
+                raise ArtefactError(f"a line of more than {cap_line} bytes", where=where, do="check that this is the right file")
+            try:
+                value = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+            except (ValueError, RecursionError) as e:
+                raise ArtefactError(f"not valid JSON: {e}", where=where, expected="one object a line", do="make the artefact again") from e
+            if not isinstance(value, dict):
+                raise ArtefactError(f"a {type(value).__name__}, no object", where=where, do="check that this is the right file")
+            yield value
+
+
+def read_span(path: Path, offset: int, nbytes: int) -> bytearray:
+    """`nbytes` from `offset` of a regular file. Raises ArtefactError when the file ends before."""
+    path = Path(path)
+    with _open_regular(path) as f:
+        size = os.fstat(f.fileno()).st_size
+        if not (0 <= offset and 0 <= nbytes <= size - offset):
+            raise ArtefactError(f"no {nbytes} bytes at offset {offset}", where=str(path), expected=f"within {size} bytes",
+                                do="the file was cut short: record it again")
+        f.seek(offset)
+        return bytearray(f.read(nbytes))
+
+
+def load_arrays(path: Path, *, cap: int = 1 << 30) -> dict[str, torch.Tensor]:
+    """The arrays of a NumPy .npz file; pickled objects are refused. Raises ArtefactError."""
+    path = Path(path)
+    with _open_regular(path) as f:
+        if os.fstat(f.fileno()).st_size > cap:
+            raise ArtefactError(f"more than {cap} bytes", where=str(path), do="check that this is the right file")
+        try:
+            with np.load(f, allow_pickle=False) as data:
+                if sum(info.file_size for info in data.zip.infolist()) > cap:
+                    raise ValueError(f"it unpacks to more than {cap} bytes")
+                return {name: torch.from_numpy(data[name]) for name in data.files}
+        except Exception as e:  # numpy and zipfile raise ValueError, BadZipFile, EOFError, TypeError, AttributeError, zlib.error
+            raise ArtefactError(f"not a plain .npz file: {e}", where=str(path), do="make or fetch the file again") from e

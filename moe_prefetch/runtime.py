@@ -5,8 +5,11 @@ corrupts the Nth call (`tests/faults/`). Deciding code never sees it.
 """
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -55,14 +58,22 @@ class Runtime:
         return thread
 
     # disk ----------------------------------------------------------------------------------------------------------
-    def open_read(self, path: Path) -> int:
-        # O_NONBLOCK: a pipe put in the file's place is refused by its size, not waited for.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    def open_read(self, path: Path) -> io.FileIO:
+        """An open file; one that is forgotten is closed."""
+        seen = os.lstat(path)
+        if not stat.S_ISREG(seen.st_mode):
+            raise OSError(errno.ELOOP, "not a regular file, or a symbolic link")
+        # No `opener`: the file would be lost when Ctrl-C strikes in it.
+        f = io.FileIO(path, "rb")
+        if not os.path.samestat(os.fstat(f.fileno()), seen):
+            f.close()
+            raise OSError(errno.ELOOP, "replaced while it was opened")
+        return f
 
     def free_bytes(self, folder: Path) -> int:
         """Bytes that this user may still write on the folder's drive."""
-        stat = os.statvfs(folder)
-        return stat.f_bavail * stat.f_frsize
+        drive = os.statvfs(folder)
+        return drive.f_bavail * drive.f_frsize
 
     def writable(self, folder: Path) -> bool:
         """Whether files can be made in an existing folder."""
@@ -75,9 +86,6 @@ class Runtime:
         except BlockingIOError:
             return False
         return True
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
 
     def pread_into(self, fd: int, buffer: memoryview, offset: int, where: str) -> None:
         """Fill `buffer` from `offset`. Raises ArtefactError on a short file, OSError as the system does."""

@@ -73,9 +73,11 @@ class HostModel(Protocol):
     def restore(self, read: Callable[[int, int], dict[str, torch.Tensor]]) -> None:
         """Put weights back into the same parameters; `read(layer, expert)` gives an expert's parts, valid until the next call."""
 
-    def install(self, taps: ExpertTaps, kv: KVConfig) -> Callable[[], None]:
-        """Call `taps` from now on, and give new caches the KV format; the returned function undoes it all; calling it again
-        does nothing."""
+    def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
+        """Call `taps` from now on, and give new caches the KV format. Raises SessionError when another session came first."""
+
+    def uninstall(self) -> None:
+        """Undo `install`, also one that was interrupted half way; calling it again does nothing."""
 
     def observe(self, listener: Listener) -> AbstractContextManager[None]:
         """Call `listener` while the context is open."""

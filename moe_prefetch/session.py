@@ -72,7 +72,7 @@ class Session:
         # The pass under way: its thread, and a frame that is on that thread's stack as long as it lasts.
         self._pass: tuple[int, FrameType] | None = None
         self._pass_lock = threading.Lock()
-        self._undo: Callable[[], None] | None = None
+        self._attached = False
         self._mover: Mover | None = None
         self._clock = [0.0, 0.0]  # last tap, mean seconds from layer to layer
         self.policy = _policy(config, plan, forecaster)
@@ -84,8 +84,9 @@ class Session:
             self.num_slots = host.num_experts
         else:
             self._start_mover(progress)
+        self._attached = True
         try:
-            self._undo = host.install(self, config.kv)
+            host.install(self, config.kv)
             if self._mover:
                 host.release()
         except BaseException:
@@ -116,20 +117,22 @@ class Session:
         self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
                                                        record_bytes=RecordLayout.of(tensors).nbytes, reserve=bounce_buffers(experts.threads))
         folder = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-"))
+        store = None
         try:
             store = DiskStore.obtain(folder, host, runtime, progress)
-            try:
-                if experts.path is None:
-                    # The open file is enough; without a name it can't outlive this process, however that ends.
-                    store.unlink()
-                self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
-                self.ledger = Ledger(host.num_layers, store.layout.nbytes)
-                drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
-                self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
-            except BaseException:
-                store.close()
-                raise
+            if experts.path is None:
+                # The open file is enough; without a name it can't outlive this process, however that ends.
+                store.unlink()
+            self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
+            self.ledger = Ledger(host.num_layers, store.layout.nbytes)
+            drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
+            self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
+            self._mover.start()
         except BaseException:
+            if self._mover is not None:
+                self._mover.close()
+            if store is not None:
+                store.close()
             if experts.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -271,12 +274,12 @@ class Session:
         Raises ArtefactError when a record can't be read back, DeadlineError when the drive hangs; then nothing is lost: the session stays
         attached, and `detach` may be called again.
         """
-        if self._undo is None:
+        if not self._attached:
             return
         if self._in_pass():
             raise SessionError("detach was called inside a forward pass", do="let the pass end first")
         mover = self._mover
-        if mover is not None:
+        if mover is not None and not mover.closed:
             if not mover.forked:
                 if self._pass is not None:
                     mover.reset()
@@ -299,13 +302,12 @@ class Session:
 
     def _close(self) -> None:
         # Each part may be repeated: an interrupt in here leaves a session that `detach` ends.
-        if self._undo is not None:
-            self._undo()
+        self._host.uninstall()
         if self._mover is not None:
             self._mover.close()
             self._mover.store.close()
             self._mover = None
-        self._undo = None
+        self._attached = False
 
     def __enter__(self) -> Session:
         return self

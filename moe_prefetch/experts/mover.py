@@ -62,7 +62,7 @@ class Drive:
 
 
 class Mover:
-    """Threads that fill slots of `table` and bounce buffers from `store`.
+    """Threads that fill slots of `table` and bounce buffers from `store`, once `start` is called.
 
     `buffers[layer][slot]` is the memory of a slot, allocated once: addresses never change. `poison` (tests) is called on the buffer
     of a slot about to be overwritten and of a cancelled one, so that a late reader shows.
@@ -79,21 +79,22 @@ class Mover:
         self._ahead: deque[Job] = deque()
         self._filling: dict[tuple[int, int], Job] = {}
         self._reading: set[Job] = set()
-        self._closed = False
+        self.closed = False
         self._moved, self._wasted, self._cancelled = ([0] * table.num_layers for _ in range(3))
         self.started = 0
         self.read_s = 0.0
         self._process = runtime.process()
         self._threads: list[threading.Thread] = []
-        try:
-            for i in range(threads):
-                self._threads.append(runtime.start_thread(self._work, f"moe-prefetch-mover-{i}"))
-        except BaseException as e:
-            self.close()
-            if isinstance(e, RuntimeError):
-                raise SessionError(f"mover thread {len(self._threads) + 1} of {threads} can't be started: {e}",
+        self._wanted = threads
+
+    def start(self) -> None:
+        """Start the threads; `close` ends them, also after an interrupt in here. Raises SessionError."""
+        while len(self._threads) < self._wanted:
+            try:
+                self._threads.append(self._runtime.start_thread(self._work, f"moe-prefetch-mover-{len(self._threads)}"))
+            except RuntimeError as e:
+                raise SessionError(f"mover thread {len(self._threads) + 1} of {self._wanted} can't be started: {e}",
                                    do="lower experts.threads, or raise the system's limit") from e
-            raise
 
     # under self.lock ------------------------------------------------------------------------------------------------
     def prefetch(self, plan: Plan) -> None:
@@ -224,9 +225,9 @@ class Mover:
     def _work(self) -> None:
         while True:
             with self.lock:
-                while not (self._urgent or self._ahead or self._closed):
+                while not (self._urgent or self._ahead or self.closed):
                     self.lock.wait()
-                if self._closed:
+                if self.closed:
                     return
                 job = (self._urgent or self._ahead).popleft()
                 job.state = JobState.STARTED
@@ -261,7 +262,7 @@ class Mover:
         """Stop the threads and give the memory back; waits for reads under way. Raises DeadlineError when one hangs: call again."""
         if not self.forked:
             with self.lock:
-                self._closed = True
+                self.closed = True
                 self._urgent.clear()
                 self._ahead.clear()
                 self.lock.notify_all()

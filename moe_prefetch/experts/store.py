@@ -117,7 +117,7 @@ class DiskStore:
         self.path, self.digests, self.layout, self._runtime = path, digests, layout, runtime
         self.num_layers, self.num_experts = source.num_layers, source.num_experts
         try:
-            self._fd: int | None = runtime.open_read(path)
+            self._file = runtime.open_read(path)
         except OSError as e:
             raise ArtefactError(f"the record file can't be opened: {e.strerror}", where=str(path), do=REBUILD) from e
 
@@ -184,7 +184,11 @@ class DiskStore:
                 store.close()
                 raise
         except BaseException:
-            (folder / name).unlink(missing_ok=True)
+            # A manifest that stands already (only making sure of it failed) names the new file: then that is what stays.
+            if _named(folder) == name:
+                _sweep(folder, keep=name)
+            else:
+                (folder / name).unlink(missing_ok=True)
             raise
         _sweep(folder, keep=name)
         return store
@@ -241,18 +245,25 @@ class DiskStore:
     def read_into(self, layer: int, expert: int, buffer: torch.Tensor) -> None:
         """Read one record into a uint8 buffer (thread-safe). Raises ArtefactError: a short file, a drive that fails."""
         where = f"{self.path}, layer {layer}, expert {expert}"
-        if self._fd is None:
+        if self._file.closed:
             raise ArtefactError("the record file is closed", where=where)
         try:
-            self._runtime.pread_into(self._fd, checkpoint.tensor_bytes(buffer[: self.layout.nbytes]),
+            self._runtime.pread_into(self._file.fileno(), checkpoint.tensor_bytes(buffer[: self.layout.nbytes]),
                                      (layer * self.num_experts + expert) * self.layout.nbytes, where)
         except OSError as e:
             raise ArtefactError(f"a record can't be read: {e.strerror}", where=where, do="check the drive, then try again") from e
 
     def close(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            self._runtime.close(fd)
+        self._file.close()
+
+
+def _named(folder: Path) -> object:
+    """The file that the folder's manifest names, None without a manifest."""
+    try:
+        m = checkpoint.read_json(folder / MANIFEST)
+    except ArtefactError:
+        return None
+    return m.get("file") if isinstance(m, dict) else None
 
 
 def _sweep(folder: Path, keep: str) -> None:

@@ -26,7 +26,13 @@ class Source:
 
 def mover_of(folder: Path, source: Source, *, slots=2, threads=2, deadline=5.0, runtime=REAL, **kw) -> Mover:
     store = DiskStore.obtain(folder, source, runtime)
-    return Mover(store, SlotTable(source.num_layers, slots, source.num_experts), runtime, threads=threads, deadline=deadline, **kw)
+    mover = Mover(store, SlotTable(source.num_layers, slots, source.num_experts), runtime, threads=threads, deadline=deadline, **kw)
+    try:
+        mover.start()
+    except BaseException:
+        mover.close()
+        raise
+    return mover
 
 
 def poison(buffer: torch.Tensor) -> None:

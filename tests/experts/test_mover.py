@@ -51,8 +51,8 @@ def test_a_fetch_ahead_lands_and_is_read(make):
     mover = make(source)
     with mover.lock:
         mover.prefetch(plan((3, 0), (1, 1)))
-        for e in (3, 1):
-            mover.wait(mover.filling(0, e))
+        for job in [mover.filling(0, e) for e in (3, 1)]:
+            mover.wait(job)
     for slot, e in enumerate((3, 1)):
         lease = mover.table.lease(0, e, 0)
         assert lease.slot == slot
