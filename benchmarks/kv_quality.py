@@ -213,6 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--texts", type=int, default=24)
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--calibration-tokens", type=int, default=8192)
+    p.add_argument("--span", type=int, help="context that the calibration is spread over; default: --length")
     p.add_argument("--only", nargs="*", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
     p.add_argument("--passkey", type=int, default=0, help="instead: this many hidden keys at --length tokens")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -232,11 +233,11 @@ def main(argv: list[str] | None = None) -> None:
     model = model.to(a.device)
     text = a.text.read_text()
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], device=a.device)
-    chunk = 1024
+    chunk = min(1024, a.length)
     need = a.calibration_tokens + (0 if a.passkey else a.texts * a.length)
     if len(ids) < need:
         p.error(f"the text has {len(ids)} tokens, {need} are needed")
-    stats = calibrate(model, ids[-(a.calibration_tokens // chunk) * chunk :].view(-1, chunk))
+    stats = calibrate(model, ids[-(a.calibration_tokens // chunk) * chunk :].view(-1, chunk), span=a.span or a.length)
     machine = a.machine or (torch.cuda.get_device_name() if a.device.startswith("cuda") else platform.processor() or platform.machine())
     rows: list[tuple[str, str, float, str]] = []
     if a.passkey:

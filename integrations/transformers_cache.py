@@ -144,12 +144,13 @@ class StaticPagedLayer(PagedLayer):
 
     def __init__(self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int, max_length: int) -> None:
         super().__init__(kv, number, stats, latent)
-        self.max_length, self.static = max_length, None
+        self.max_length = max_length
+        self.static: StaticStore | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout, heads = self.layout(key_states.shape[-1], value_states.shape[-1]), key_states.shape[1]
         book, _ = make_book(self.stats, layout, heads, self.kv.outliers, key_states.device)
-        self.static: StaticStore | None = StaticStore(
+        self.static = StaticStore(
             layout,
             heads,
             book,
@@ -311,20 +312,32 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
     return PagedCache(layers=layers)
 
 
-def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4) -> OutlierStats:
+def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int | None = None) -> OutlierStats:
     """Run token ids [B, S] (no padding) through the model, one row at a time, and collect the moments that choose outliers, means and
     gains.
 
-    The first `skip` tokens of each row are left out: they stay in FP16 as sinks and their keys are unlike all others. A few thousand
-    tokens are
-    enough; layers whose attention brings no plain heads (MLA) are left out.
+    skip  first tokens of each row to leave out: they stay in FP16 as sinks, and their keys are unlike all others
+    span  longest context that will be served: the rows' positions are spread over it. Attention is relative and does not change, but
+          keys turn
+          with their position, and so do their means and loud channels (default: positions 0 to S - 1, right for contexts of S tokens)
+
+    A few thousand tokens are enough. Layers whose attention brings no plain heads (MLA) are left out. Raises ConfigError for a span
+    below S.
     """
+    rows, length = token_ids.shape
+    room = 0 if span is None else span - length
+    if room < 0:
+        raise ConfigError(
+            f"rows of {length} tokens are longer than a span of {span}", where="calibrate", expected="span >= row length", do="cut the rows"
+        )
     seen: dict[int, StatsCollector] = {}
 
     def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         seen.setdefault(layer, StatsCollector()).add(q[0, :, skip:], k[0, :, skip:], v[0, :, skip:])
 
     with torch.no_grad(), watch_attention(model, see):
-        for row in token_ids:
-            model(input_ids=row[None].to(model.device), use_cache=False)
+        for i, row in enumerate(token_ids):
+            start = room * i // max(1, rows - 1)
+            position = torch.arange(start, start + length, device=model.device)[None]
+            model(input_ids=row[None].to(model.device), position_ids=position, use_cache=False)
     return OutlierStats({n: s.stats() for n, s in sorted(seen.items())})

@@ -209,6 +209,11 @@ def test_calibration_leaves_the_model_as_it_was(llama) -> None:
     logits = llama(input_ids=models.ids(20)).logits
     one = calibrate(llama, models.ids(60, 2))
     assert llama.config._attn_implementation == before and torch.equal(llama(input_ids=models.ids(20)).logits, logits)
+    spread = calibrate(llama, models.ids(60, 2), span=4000).layers[1]
+    assert torch.allclose(torch.tensor(spread.v2), torch.tensor(one.layers[1].v2), rtol=1e-3), "attention is relative: values do not change"
+    assert not torch.allclose(torch.tensor(spread.k1), torch.tensor(one.layers[1].k1), rtol=1e-2), "keys turn with their position"
+    with pytest.raises(ConfigError, match="span"):
+        calibrate(llama, models.ids(60, 2), span=50)
     assert one == calibrate(llama, models.ids(60, 2)) and set(one.layers) == {0, 1} and one.layers[0].tokens == 2 * 56
 
 
