@@ -5,6 +5,7 @@ slot. All shared state (queue, slot table) is under one condition, `lock`.
 """
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -201,6 +202,10 @@ class Mover:
 
         Raises DeadlineError when a read hangs; then call again.
         """
+        # It may have struck between taking the lock and the block that gives it back.
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self.lock.release()
         with self.lock:
             for queue in (self._urgent, self._ahead):
                 for job in queue:

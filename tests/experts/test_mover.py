@@ -256,7 +256,10 @@ def test_reset_mends_whatever_an_interrupt_left(make):
     mover.table.begin_fill(0, 1, 3, ahead=True)             # a claim without a job
     mover.table._where[1][4] = 2                            # an index without a slot
     mover._bounce.pop()                                     # a buffer that nobody has
+    mover.lock.acquire()                                    # a lock whose block was never entered
+    mover.lock.acquire()
     mover.reset()
+    assert settled(lambda: not mover.lock._is_owned())
     mover.table.check_integrity()
     assert all(s.state is SlotState.FREE for layer in range(2) for s in mover.table.view(layer).slots)
     with mover.lock:
