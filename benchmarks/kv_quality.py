@@ -1,14 +1,12 @@
 """KV quality: what each format does to answers, teacher-forced, next to what people use today, on the same text in the same run.
 
     python benchmarks/kv_quality.py --text validation.txt                       # 24 x 2,048 tokens: about an hour of two cores, minutes
-    of a GPU
-    python benchmarks/kv_quality.py --text validation.txt --texts 2 --length 1024 --only fp4-quality
+    of a GPU python benchmarks/kv_quality.py --text validation.txt --texts 2 --length 1024 --only fp4-quality
     python benchmarks/kv_quality.py --text validation.txt --passkey 20 --length 8192
 
 Ours: encode, pages and attention as decode uses them (`attend_as_decoded`; a test holds it against stepwise decode), calibrated on the
-end of the
-file, measured on its start. Peers: the quantisers that transformers' QuantizedCache calls, over all of K and V, without their FP16
-remainder. Bits count
+end of the file, measured on its start. Peers: the quantisers that transformers' QuantizedCache calls, over all of K and V, without their
+FP16 remainder. Bits count
 codes, scales, zero points (16 bits each in peers) and, for ours, all else a sequence of 32k holds. Rows are appended with --out.
 """
 

@@ -4,8 +4,7 @@
     model.generate(**inputs, past_key_values=cache)
 
 `update()` returns ordinary tensors: decoded pages, FP16 sinks and window, and this call's own K and V untouched. So it works with every
-attention
-implementation, and what attention saw is exactly what a kernel over the same pages sees.
+attention implementation, and what attention saw is exactly what a kernel over the same pages sees.
 """
 
 from __future__ import annotations
@@ -278,8 +277,7 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
     """The cache for one model. `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
     With `max_length` the cache has a fixed size and its decode steps can be captured (`StaticPagedLayer`); FP4 with outliers then needs
-    a calibration.
-    Layers with sliding-window or linear attention keep transformers' own cache, except where `kv_config.layers` names them.
+    a calibration. Layers with sliding-window or linear attention keep transformers' own cache, except where `kv_config.layers` names them.
     Raises ConfigError for a layer that the model does not have, ArtefactError for a bad calibration file.
     """
     text = model_config.get_text_config(decoder=True)
@@ -318,8 +316,8 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
 
     skip  first tokens of each row to leave out: they stay in FP16 as sinks, and their keys are unlike all others
     span  longest context that will be served: the rows' positions are spread over it. Attention is relative and does not change, but
-          keys turn
-          with their position, and so do their means and loud channels (default: positions 0 to S - 1, right for contexts of S tokens)
+          keys turn with their position, and so do their means and loud channels (default: positions 0 to S - 1, right for contexts of S
+          tokens)
 
     A few thousand tokens are enough. Layers whose attention brings no plain heads (MLA) are left out. Raises ConfigError for a span
     below S.

@@ -114,8 +114,7 @@ def attend_as_decoded(
     """What T steps of decode give, in one pass: each query reads its own key unrounded, sinks and window in FP16, all else from pages.
 
     The keys go through `kv_encode` and back; since the bytes of a page depend on its tokens alone, these are the bytes stepwise decode
-    would
-    have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.
+    would have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.
     """
     B, H, T, _ = q_BHTd.shape
     N = k_BNTd.shape[1]

@@ -1,8 +1,7 @@
 """Which K channels stay in FP16, and the means and gains of the rest. Pure: sums in, decisions out.
 
 `importance` ranks by E[q^2] E[(k - mean)^2], what a channel's error does to the logits; `topn` by E[(k - mean)^2]; `sigma` takes
-channels whose
-mean |k| lies more than 3 standard deviations above the layer's mean (the design note's rule, correctly stated). Means cost
+channels whose mean |k| lies more than 3 standard deviations above the layer's mean (the design note's rule, correctly stated). Means cost
 nothing on the logits: softmax does not see a constant, and q . mean is added back where only some tokens are centred.
 """
 

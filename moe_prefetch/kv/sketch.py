@@ -17,9 +17,8 @@ from .format import KVFormat
 @dataclass(frozen=True)
 class SparseFP4:
     """`codes` uint8 [ceil(n / 2)] E2M1, element 2i in the low nibble; `scales` E4M3 [rows, blocks] times `factor` FP32 [1]; outliers:
-    `values` FP16 [m] at
-    row-major element `positions` int32 [m]. `shape` is the tensor's, `nan` how many NaN were zeroed, `saturated` how many values were
-    beyond FP16."""
+    `values` FP16 [m] at row-major element `positions` int32 [m]. `shape` is the tensor's, `nan` how many NaN were zeroed, `saturated` how
+    many values were beyond FP16."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -51,16 +50,13 @@ def dynamic_fp4_kv_quantize(kv_states: torch.Tensor, outlier_threshold: float = 
 
     An element is an outlier when it lies more than `outlier_threshold` standard deviations from its channel's mean over the tokens (dim 1).
     Corrected against the published sketch: `outliers_threshold` was undefined; the mean of |x| was compared with raw x, so channels with
-    a mean of
-    zero lost their negative half only; 7 and the range -8..7 belong to INT4, E2M1 ends at 6 and has no uniform step; outliers were a
-    dense FP16 tensor
+    a mean of zero lost their negative half only; 7 and the range -8..7 belong to INT4, E2M1 ends at 6 and has no uniform step; outliers
+    were a dense FP16 tensor
     (16 bits for every element: more than no compression); `round` and `+ 1e-8` zeroed small signals; codes took a byte each.
     Cost: 4 bits a code, 8 bits per block (0.25 at 32), 48 bits per outlier (value and position): 4.4 bits at 0.3 % outliers (Gaussian),
-    6.65 at 5 %.
-    Error bound: an outlier is exact to FP16; any other element x of a block with largest magnitude A is off by at most A / 6 + A / 48
-    (half the widest E2M1 step at scale A / 6, and E4M3's rounding of that scale), or 1 / 1024 of the tensor's largest block scale if
-    greater.
-    Inf saturates to +-65504 and NaN becomes 0, both counted. Raises ShapeError for fewer than 2 dims or a bad block size.
+    6.65 at 5 %. Error bound: an outlier is exact to FP16; any other element x of a block with largest magnitude A is off by at most A / 6 +
+    A / 48 (half the widest E2M1 step at scale A / 6, and E4M3's rounding of that scale), or 1 / 1024 of the tensor's largest block scale if
+    greater. Inf saturates to +-65504 and NaN becomes 0, both counted. Raises ShapeError for fewer than 2 dims or a bad block size.
     """
     if kv_states.dim() < 2 or not kv_states.is_floating_point() or block_size < 1:
         raise ShapeError(

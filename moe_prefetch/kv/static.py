@@ -1,8 +1,7 @@
 """A layer's KV cache of fixed size whose every step runs on the device: no allocation kept, no host read, so that a graph can capture it.
 
 The same pages, sinks and window as `LayerStore`; rows have equal lengths, pages are not shared. Between `window` and `window + draft`
-tokens
-are in FP16. A prompt is taken by `prefill`, outside a graph; steps of up to `draft` tokens by `append`.
+tokens are in FP16. A prompt is taken by `prefill`, outside a graph; steps of up to `draft` tokens by `append`.
 """
 
 from __future__ import annotations
@@ -169,7 +168,10 @@ class StaticStore:
         )
 
     def crop(self, count: int) -> None:
-        """Forget the last `count` tokens (a rejected draft); what is in pages below the cut stays as encoded. Device work only."""
+        """Forget the last `count` tokens. Device work only.
+
+        No more than the last `append` brought leave no trace; beyond that, what is in pages below the cut stays as encoded.
+        """
         self.length.sub_(count).clamp_(min=0)
         self.stored.copy_(torch.minimum(self.stored, (self.length - self.sinks).clamp(min=0)))
 

@@ -229,8 +229,7 @@ class LayerStore:
         """Forget all columns from `length` on.
 
         Tokens still in FP16 go without a trace. Below the window the pages are cut: what is kept stays as it was encoded (and so does
-        the page's factor); where
-        several tokens share a scale and the cut falls between them, CacheError.
+        the page's factor); where several tokens share a scale and the cut falls between them, CacheError.
         """
         if not 0 <= length <= self.length:
             raise CacheError(

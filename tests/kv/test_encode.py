@@ -131,6 +131,17 @@ def test_scales_are_finite_and_positive_after_the_final_cast(name: str) -> None:
         assert bool(value.isfinite().all()) and float(value.min()) >= 2.0**-9 and float(value.max()) < 256
 
 
+@pytest.mark.parametrize("name", ["fp4-72", "nvfp4"])
+def test_a_page_that_grows_louder_by_thirty_orders_stays_positive_and_equal(name: str) -> None:
+    """Each token raises the factor; the quiet ones' scales are shifted out of range, one by one or at once, and never to zero."""
+    n = 120
+    k = tokens(n, 2, 64) * torch.logspace(-28, 4, n)[None, None, :, None]
+    whole, steps = encode(name, 64, k, k, [n]), encode(name, 64, k, k, [1] * n)
+    assert torch.equal(whole, steps)
+    parts = law.unpack(steps, layout(name))
+    assert int(parts.k_scales[..., :n, :].min()) >= 1 and int(parts.v_scales[..., :n, :].min()) >= 1
+
+
 @pytest.mark.parametrize("exponent", [-26, -10, 0, 10])
 @pytest.mark.parametrize("name", ["fp4-72", "nvfp4", "fp8"])
 def test_error_is_relative_at_every_magnitude(name: str, exponent: int) -> None:

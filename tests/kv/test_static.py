@@ -60,6 +60,24 @@ def test_a_rejected_draft_leaves_no_trace() -> None:
     assert torch.equal(got[:, :, near], want[:, :, near])
 
 
+def test_a_page_opened_again_starts_blank() -> None:
+    """Loud drafts open a page and are rejected; what then fills it must not inherit their factor."""
+    static, plain = pair("fp4-72", window=0)[0], pair("fp4-72", window=0)[0]
+    k = tokens(150, 2, 64, 2) * 0.01
+    for s in (static, plain):
+        s.prefill(k[:, :, :132], k[:, :, :132])
+    loud = torch.full((2, 2, 8, 64), 6e4)
+    static.append(loud, loud)
+    static.append(loud, loud)
+    static.crop(8)
+    static.crop(8)
+    for i in range(132, 150):
+        for s in (static, plain):
+            s.append(k[:, :, i : i + 1], k[:, :, i : i + 1])
+    assert torch.equal(static.pool[static.table[:, 1].long()], plain.pool[plain.table[:, 1].long()])
+    assert torch.equal(static.gather()[0], plain.gather()[0])
+
+
 def test_reset_and_reuse_keep_addresses_and_bytes() -> None:
     static, fresh = pair("fp4-72")[0], pair("fp4-72")[0]
     k = tokens(300, 2, 64, 2)
