@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,13 +101,16 @@ class TransformersModel:
     def _check_layout(self, experts: nn.Module) -> None:
         where = f"{type(self.model).__name__}, {type(experts).__name__}"
         # A subclass of Tensor (quantised, distributed) has no bytes that a record could hold.
-        if any(type(p) is not nn.Parameter or type(p.data) is not torch.Tensor for p in map(partial(getattr, experts), NAMES, (None, None))):
+        weights = [getattr(experts, name, None) for name in NAMES]
+        if any(type(p) is not nn.Parameter or type(p.data) is not torch.Tensor for p in weights):
             raise UnsupportedModelError("its expert weights are not plain parameters", where=where,
-                                        expected="gate_up_proj [E, 2F, D] and down_proj [E, D, F]", do="load it without quantisation or sharding")
+                                        expected="gate_up_proj [E, 2F, D] and down_proj [E, D, F]",
+                                        do="load it without quantisation or sharding")
         dispatched = hasattr(type(experts).forward, "__wrapped__") and hasattr(experts, "config")
         layout = [getattr(experts, k, None) for k in ("is_concatenated", "is_transposed", "has_bias", "has_gate")]
         if not dispatched or layout != [True, False, False, True]:
-            raise UnsupportedModelError("its experts are of another layout", where=where, expected="transformers' experts interface: gate and up "
+            raise UnsupportedModelError("its experts are of another layout", where=where,
+                                        expected="transformers' experts interface: gate and up "
                                         "concatenated, not transposed, without bias", do="use a supported family")
 
     def check_free(self) -> None:
@@ -162,7 +164,8 @@ class TransformersModel:
             for o, data in zip(self._originals, fresh, strict=True):
                 stand_in = getattr(o.module, o.name)
                 if stand_in.dtype != o.parameter.dtype:
-                    log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__, stand_in.dtype,
+                    log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__,
+                                stand_in.dtype,
                                 o.parameter.dtype)
                 o.parameter.data = data
                 o.parameter.requires_grad_(stand_in.requires_grad)
@@ -272,7 +275,8 @@ class _Host:
 
     def open(self, model: Any) -> TransformersModel:
         if not isinstance(model, PreTrainedModel):
-            raise UnsupportedModelError(f"{type(model).__name__} is no PreTrainedModel", where="attach", expected="a model loaded by transformers",
+            raise UnsupportedModelError(f"{type(model).__name__} is no PreTrainedModel", where="attach",
+                                        expected="a model loaded by transformers",
                                         do="pass the model itself, not a pipeline or a wrapper")
         return TransformersModel(model)
 

@@ -73,7 +73,8 @@ def read_json(path: Path, *, cap: int = MAX_JSON) -> Any:
     with _open_regular(path) as f:
         data = f.read(cap + 1)
     if len(data) > cap:
-        raise ArtefactError(f"larger than {cap} bytes", where=str(path), expected="a small JSON file", do="check that this is the right file")
+        raise ArtefactError(f"larger than {cap} bytes", where=str(path), expected="a small JSON file",
+                            do="check that this is the right file")
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as e:

@@ -235,12 +235,14 @@ def read_file(path: Path) -> dict[str, Any]:
         with open(path, "rb") as f:
             data = f.read(MAX_CONFIG_BYTES + 1)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"the configuration can't be read: {getattr(e, 'strerror', None) or e}", where=str(path), do="check the path") from e
+        raise ConfigError(f"the configuration can't be read: {getattr(e, 'strerror', None) or e}", where=str(path),
+                          do="check the path") from e
     if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"larger than {MAX_CONFIG_BYTES} bytes", where=str(path), expected="a small YAML or JSON file", do="check the path")
+        raise ConfigError(f"larger than {MAX_CONFIG_BYTES} bytes", where=str(path), expected="a small YAML or JSON file",
+                          do="check the path")
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else yaml.load(text, _Loader)
+        value = json.loads(text, object_pairs_hook=_unique_keys) if path.suffix == ".json" else yaml.load(text, _Loader)  # noqa: S506
     except Exception as e:  # hostile text makes the YAML constructors fall over in many ways (KeyError, AttributeError, ...)
         raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {' '.join(str(e).split())}", where=str(path),
                           do="mend the syntax") from e
@@ -271,7 +273,8 @@ def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
     if isinstance(source, Config):
         return source
     if not isinstance(source, dict | str | Path | None):
-        raise ConfigError(f"a configuration can't be a {type(source).__name__}", expected="a path, a dict, a Config or None", do="pass one of these")
+        raise ConfigError(f"a configuration can't be a {type(source).__name__}", expected="a path, a dict, a Config or None",
+                          do="pass one of these")
     where = str(source) if isinstance(source, str | Path) else ""
     config, problems = _validated({} if source is None else source if isinstance(source, dict) else read_file(Path(source)))
     if problems:
@@ -302,8 +305,10 @@ def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int
     else:
         slots = min((parse_bytes(value) // record_bytes - reserve) // num_layers, num_experts)
     if slots < 1:
-        raise BudgetError(f"experts.resident = {value} holds no expert of a layer", where=f"{num_experts} experts, {record_bytes} bytes each",
-                          expected=f"at least one slot per layer: {(num_layers + reserve) * record_bytes} bytes in all", do="raise experts.resident")
+        raise BudgetError(f"experts.resident = {value} holds no expert of a layer",
+                          where=f"{num_experts} experts, {record_bytes} bytes each",
+                          expected=f"at least one slot per layer: {(num_layers + reserve) * record_bytes} bytes in all",
+                          do="raise experts.resident")
     if slots > num_experts:
         raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
                           expected=f"1 to {num_experts} slots", do="lower experts.resident, or write 100%")

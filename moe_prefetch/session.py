@@ -111,11 +111,13 @@ class Session:
         host, experts, runtime = self._host, self.config.experts, self._runtime
         tensors = host.tensors(0, 0)
         if devices := {t.device.type for t in tensors.values()} - {"cpu"}:
-            raise UnsupportedModelError(f"its experts are on {', '.join(devices)}", where="experts.home: disk", expected="weights on the CPU",
+            raise UnsupportedModelError(f"its experts are on {', '.join(devices)}", where="experts.home: disk",
+                                        expected="weights on the CPU",
                                         do="load the model on the CPU, or use home: local")
         # The budget is checked before a byte is written.
         self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
-                                                       record_bytes=RecordLayout.of(tensors).nbytes, reserve=bounce_buffers(experts.threads))
+                                                       record_bytes=RecordLayout.of(tensors).nbytes,
+                                                       reserve=bounce_buffers(experts.threads))
         folder = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-"))
         store = None
         try:
@@ -265,7 +267,8 @@ class Session:
         for layer in range(self.num_layers):
             moved, wasted, cancelled = mover.take_counts(layer)
             if moved or wasted or cancelled:
-                self.ledger.settle(Settlement(layer, self._step, 0, 0, 0, wasted, cancelled, moved * self.ledger.record_bytes, 0.0), self._kind)
+                self.ledger.settle(Settlement(layer, self._step, 0, 0, 0, wasted, cancelled, moved * self.ledger.record_bytes, 0.0),
+                                   self._kind)
 
     # the end --------------------------------------------------------------------------------------------------------
     def detach(self) -> None:

@@ -19,7 +19,8 @@ DISK = {"experts": {"home": "disk", "resident": 2, "threads": 2}}
 
 def small(family: str = "qwen2_moe", **change: Any) -> Any:
     """tiny-moe, smaller still: 2 layers of 4 experts; for loops over every call of something."""
-    return tiny(family, **{"layers": 2, "experts": 4, "hidden": 32, "expert_width": 16, "query_heads": 2, "kv_heads": 1, "vocabulary": 64, **change})
+    return tiny(family, **{"layers": 2, "experts": 4, "hidden": 32, "expert_width": 16, "query_heads": 2, "kv_heads": 1, "vocabulary": 64,
+                           **change})
 
 
 def logits_of(model: Any, ids_BS: torch.Tensor, steps: int = 3) -> torch.Tensor:
@@ -39,11 +40,13 @@ def prompt(batch: int = 1, length: int = 7, vocabulary: int = 64) -> torch.Tenso
 
 def picture(model: Any) -> dict[str, Any]:
     """Everything that a session must leave as it was: parameters (identity, place, bits), hooks, configuration."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs",
+             "_forward_pre_hooks_with_kwargs",
              "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return {
         "parameters": [(n, id(p), p.requires_grad, p.dtype, p.device, tuple(p.shape), p.stride(), p.is_inference(),
-                        p.detach().contiguous().view(torch.uint8).numpy().tobytes()) for n, p in model.named_parameters(remove_duplicate=False)],
+                        p.detach().contiguous().view(torch.uint8).numpy().tobytes()) for n,
+                        p in model.named_parameters(remove_duplicate=False)],
         "hooks": [(n, h, len(getattr(m, h))) for n, m in model.named_modules() for h in hooks],
         "modules": [(n, id(m), sorted(m.__dict__)) for n, m in model.named_modules()],
         "config": (model.config.to_json_string(use_diff=False), model.config._experts_implementation),

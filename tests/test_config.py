@@ -74,7 +74,8 @@ def test_paths_are_relative_to_the_file(tmp_path, monkeypatch):
 
 
 def test_a_deepspeed_section(tmp_path):
-    ds = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "moe_prefetch": {"experts": {"home": "disk", "resident": "50%", "path": "r"}}}
+    own = {"experts": {"home": "disk", "resident": "50%", "path": "r"}}
+    ds = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "moe_prefetch": own}
     c = load(write(tmp_path, json.dumps(ds), "ds.json"))
     assert c.experts.resident == "50%" and c.experts.path == tmp_path / "r"
     assert load(write(tmp_path, json.dumps(ds["moe_prefetch"]), "own.json")) == c
@@ -89,8 +90,10 @@ def test_every_problem_is_listed():
     found = problems({
         "experts": {"home": "dsk", "residnt": "50%", "threads": 0, "deadline": -1, "drive": {"bandwith": 1, "latency": 99}},
         "probes": {"path": "x"}, "kv": {"format": "fp5", "window": -1, "layers": {"-1": "fp8", "0": "fp9"}}, "version": 2})
-    for fragment in ("experts.home: Input should be", "experts.residnt: unknown key; did you mean 'resident'?", "experts.threads:", "experts.deadline:",
-                     "experts.drive.bandwith: unknown key; did you mean 'bandwidth'?", "experts.drive.latency", "probes: unknown key; did you mean 'probe'?",
+    for fragment in ("experts.home: Input should be", "experts.residnt: unknown key; did you mean 'resident'?", "experts.threads:",
+                     "experts.deadline:",
+                     "experts.drive.bandwith: unknown key; did you mean 'bandwidth'?", "experts.drive.latency",
+                     "probes: unknown key; did you mean 'probe'?",
                      "kv.format:", "kv.window:", "kv.layers.0", "version:"):
         assert any(fragment in p for p in found), (fragment, found)
 
@@ -98,7 +101,8 @@ def test_every_problem_is_listed():
 def test_rules_over_several_keys_are_listed_beside_wrong_keys():
     found = problems({"experts": {"home": "local", "path": "x", "threads": 8}, "kv": {"windw": 3}})
     assert len(found) == 3
-    assert any("experts.path is set" in p for p in found) and any("experts.threads is set" in p for p in found) and any("windw" in p for p in found)
+    for said in ("experts.path is set", "experts.threads is set", "windw"):
+        assert sum(said in p for p in found) == 1
 
 
 @pytest.mark.parametrize("value", [
@@ -113,7 +117,8 @@ def test_one_mistake_is_one_problem(value):
     assert len(problems(value)) == 1
 
 
-@pytest.mark.parametrize(("key", "value"), [("resident", "50%"), ("resident", 4), ("plan", "probe"), ("path", "x"), ("threads", 2), ("drive", {}),
+@pytest.mark.parametrize(("key", "value"), [("resident", "50%"), ("resident", 4), ("plan", "probe"), ("path", "x"), ("threads", 2),
+                                            ("drive", {}),
                                             ("deadline", 1.0)])
 def test_no_setting_is_ignored_in_silence(key, value):
     assert any(f"experts.{key} is set, but experts.home: local" in p for p in problems({"experts": {key: value}}))
@@ -132,7 +137,8 @@ def test_a_layer_named_twice():
     assert any("twice" in p for p in problems({"kv": {"layers": {"1": "fp8", 1: "fp16"}}}))
 
 
-@pytest.mark.parametrize("value", [True, False, 0, -3, "0%", "101%", "-5%", "nan%", "inf%", "x%", "half", "", "2 XB", "0GB", "-1GB", 1.5, None, [1],
+@pytest.mark.parametrize("value", [True, False, 0, -3, "0%", "101%", "-5%", "nan%", "inf%", "x%", "half", "", "2 XB", "0GB", "-1GB", 1.5,
+                                   None, [1],
                                    "9" * 400, "1." + "0" * 400, "٣GB"], ids=lambda v: str(v)[:12])
 def test_resident_that_is_no_budget(value):
     assert any("experts.resident" in p for p in problems({"experts": {"home": "disk", "resident": value}}))
@@ -150,15 +156,21 @@ def test_values_too_long_to_print(value):
 
 
 # hostile text --------------------------------------------------------------------------------------------------------------
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
+NINE = ",".join(["*{0}"] * 9)
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{NINE.format(a)}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
 
 
 @pytest.mark.parametrize("text", [
-    BOMB, "experts: &x {home: disk}\nkv: *x\n", "experts: {home: disk, home: local}\n", "experts: {}\nexperts: {}\n", "- a\n- b\n", "just text\n", "[" * 5000,
-    "{" * 5000, "a: b: c\n", "experts: {home: disk\n", "\t- x", "!!python/object/apply:os.system ['true']\n", "--- a\n--- b\n", "? [a, b]\n: c\n",
-    "experts: !!timestamp 'x'\n", "experts: !!bool 'x'\n", "experts: !!int ''\n", "experts: !!float ''\n", "experts: !!binary '%%'\n", "? {a: b}\n: c\n",
-    "experts: !!set {a, b}\n", "1: 2\n", "null: 1\n", "true: {}\n", "experts: 0x" + "f" * 20000 + "\n", "experts: {threads: 0x" + "f" * 20000 + "}\n",
-    b"\xff\xfe\x00", b"a\x00b", b"\x80abc", "experts: {threads: .nan}\n", "experts: {home: disk, deadline: .inf}\n", "<<: {experts: 3}\n", "<<: 3\n",
+    BOMB, "experts: &x {home: disk}\nkv: *x\n", "experts: {home: disk, home: local}\n", "experts: {}\nexperts: {}\n", "- a\n- b\n",
+    "just text\n", "[" * 5000,
+    "{" * 5000, "a: b: c\n", "experts: {home: disk\n", "\t- x", "!!python/object/apply:os.system ['true']\n", "--- a\n--- b\n",
+    "? [a, b]\n: c\n",
+    "experts: !!timestamp 'x'\n", "experts: !!bool 'x'\n", "experts: !!int ''\n", "experts: !!float ''\n", "experts: !!binary '%%'\n",
+    "? {a: b}\n: c\n",
+    "experts: !!set {a, b}\n", "1: 2\n", "null: 1\n", "true: {}\n", "experts: 0x" + "f" * 20000 + "\n",
+    "experts: {threads: 0x" + "f" * 20000 + "}\n",
+    b"\xff\xfe\x00", b"a\x00b", b"\x80abc", "experts: {threads: .nan}\n", "experts: {home: disk, deadline: .inf}\n", "<<: {experts: 3}\n",
+    "<<: 3\n",
     "experts: {threads: 9999999999999999999999}\n",
 ], ids=lambda t: repr(t[:24]))
 def test_hostile_yaml(tmp_path, text):
@@ -168,8 +180,10 @@ def test_hostile_yaml(tmp_path, text):
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.parametrize("text", ['{"experts": {"threads": NaN}}', '{"a": 1, "a": 2}', '{"experts": {"home": "disk", "home": "local"}}', "[1]", "3", "", "{",
-                                  '{"moe_prefetch": {"x": 1}}', '{"experts": ' + "[" * 100000, '{"x": 1' + "0" * 5000 + "}", '{"\\ud800": 1}'],
+@pytest.mark.parametrize("text", ['{"experts": {"threads": NaN}}', '{"a": 1, "a": 2}', '{"experts": {"home": "disk", "home": "local"}}',
+                                  "[1]", "3", "", "{",
+                                  '{"moe_prefetch": {"x": 1}}', '{"experts": ' + "[" * 100000, '{"x": 1' + "0" * 5000 + "}",
+                                  '{"\\ud800": 1}'],
                          ids=lambda t: repr(t[:24]))
 def test_hostile_json(tmp_path, text):
     with pytest.raises(ConfigError):
@@ -202,22 +216,27 @@ def test_any_text_is_a_config_or_a_config_error(tmp_path_factory, text):
         pass
 
 
+KEYS = st.sampled_from(["home", "path", "layers", "drive", "0", "x"])
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                      lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(["home", "path", "layers", "drive", "0", "x"]), v, max_size=3), max_leaves=6)
+                      lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=6)
 
 
 @given(st.dictionaries(st.sampled_from(["version", "experts", "probe", "kv", "expert"]), st.dictionaries(
-    st.sampled_from([*ExpertsConfig.model_fields, "format", "window", "layers", "calibration", "x"]), VALUES, max_size=4) | VALUES, max_size=3))
+    st.sampled_from([*ExpertsConfig.model_fields, "format", "window", "layers", "calibration", "x"]), VALUES, max_size=4) | VALUES,
+    max_size=3))
 def test_any_value_is_a_config_or_lists_its_problems(value):
     try:
         assert isinstance(load(value), Config)
     except ConfigError as e:
-        assert e.problems and all(isinstance(p, str) and p for p in e.problems)
+        found = e.problems
+    else:
+        found = ("none",)
+    assert found and all(isinstance(p, str) and p for p in found)
 
 
 # budgets --------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1024", 1024), (" 2 GB ", 2 * 10**9), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("3b", 3),
-                                            ("9007199254740993", 9007199254740993)])
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("1024", 1024), (" 2 GB ", 2 * 10**9), ("512MiB", 512 << 20), ("1.5KiB", 1536),
+                                            ("3b", 3), ("9007199254740993", 9007199254740993)])
 def test_sizes(text, size):
     assert parse_bytes(text) == size
 

@@ -63,7 +63,8 @@ def test_a_snapshot_is_plain_ordered_and_a_copy():
         m.set("g", layer, layer=layer)
     snap = m.snapshot()
     assert json.loads(json.dumps(snap)) == json.loads(json.dumps(snap))
-    assert [(c["name"], c["labels"]["layer"]) for c in snap["counters"]] == [("a", "0"), ("a", "1"), ("a", "2"), ("b", "0"), ("b", "1"), ("b", "2")]
+    names = [(c["name"], c["labels"]["layer"]) for c in snap["counters"]]
+    assert names == [(name, layer) for name in "ab" for layer in "012"]
     assert [h["count"] for h in snap["histograms"]] == [1, 1, 1] and len(snap["gauges"]) == 3
     m.add("a", layer=0)
     m.observe("wait", 1, layer=0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import tempfile
 import threading
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -179,7 +181,8 @@ def test_frozen_while_attached_stays_frozen():
 def test_sparse_steps_and_dense_layers_between():
     torch.manual_seed(0)
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=7, num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+        vocab_size=64, hidden_size=32, num_hidden_layers=7, num_attention_heads=2, num_key_value_heads=1, num_experts=4,
+        num_experts_per_tok=2,
         moe_intermediate_size=16, intermediate_size=48, shared_expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[3],
         pad_token_id=0)).eval()
     before = picture(model)
@@ -234,17 +237,69 @@ def test_a_dense_model_is_refused_by_name():
 
 
 def test_a_sparse_family_without_sparse_layers_is_refused():
-    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                                               num_key_value_heads=1,
                                                num_experts=4, moe_intermediate_size=16, intermediate_size=48, mlp_only_layers=[0, 1]))
     with pytest.raises(UnsupportedModelError, match="no MoE layers"):
         moe_prefetch.attach(model)
 
 
-@pytest.mark.parametrize("thing", [None, 3, "Qwen/Qwen3-30B-A3B", torch.nn.Linear(2, 2), GenerationConfig(), torch.nn.Sequential(), MixtralForCausalLM],
+@pytest.mark.parametrize("thing", [None, 3, "Qwen/Qwen3-30B-A3B", torch.nn.Linear(2, 2), GenerationConfig(), torch.nn.Sequential(),
+                                   MixtralForCausalLM],
                          ids=lambda t: type(t).__name__)
 def test_what_is_no_model_is_refused(thing):
     with pytest.raises(UnsupportedModelError):
         moe_prefetch.attach(thing)
+
+
+@pytest.mark.parametrize("flag", ["is_concatenated", "is_transposed", "has_bias", "has_gate"])
+def test_experts_of_another_layout_are_refused(flag):
+    """Where dimension 0 is not the expert, or gate and up lie otherwise, the bytes would be cut at the wrong places."""
+    model = small()
+    experts = model.model.layers[1].mlp.experts
+    setattr(experts, flag, not getattr(experts, flag))
+    with pytest.raises(UnsupportedModelError, match="another layout"):
+        moe_prefetch.attach(model, DISK)
+
+
+def test_quantised_or_wrapped_experts_are_refused():
+    model = small()
+    experts = model.model.layers[1].mlp.experts
+    weight = experts.down_proj.detach()
+    del experts.down_proj
+    experts.down_proj = weight
+    with pytest.raises(UnsupportedModelError, match="plain parameters"):
+        moe_prefetch.attach(model, DISK)
+
+
+def test_no_random_number_is_drawn():
+    model = small()
+    with moe_prefetch.attach(model, DISK):
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+        logits_of(model, prompt(2))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), np.random.get_state()[1].tobytes()) == before[1:]
+
+
+def test_a_shared_expert_is_added_once():
+    """It is the model's own business; against the model untouched, at every step."""
+    model = tiny("qwen2_moe")
+    want = logits_of(model, prompt(2), 6)
+    with moe_prefetch.attach(model, DISK):
+        assert torch.allclose(logits_of(model, prompt(2), 6), want, atol=1e-3)
+
+
+def test_left_padding_is_no_different():
+    model = tiny()
+    ids, mask = prompt(2, 6), torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+        with moe_prefetch.attach(model, DISK):
+            got = model(ids, attention_mask=mask).logits
+        with moe_prefetch.attach(model):
+            assert torch.equal(model(ids, attention_mask=mask).logits, got)
+    assert torch.allclose(got[mask.bool()], want[mask.bool()], atol=1e-3)
 
 
 def test_experts_on_an_accelerator_are_refused_for_now():
@@ -391,7 +446,8 @@ def test_a_users_hooks_stay_and_run():
     model = small()
     calls = []
     # An activation runs once an expert, or once a batch of them: that is the computation's own affair.
-    handles = [m.register_forward_hook(lambda m, a, o: calls.append(type(m).__name__)) for n, m in model.named_modules() if not n.endswith("act_fn")]
+    handles = [m.register_forward_hook(lambda m, a, o: calls.append(type(m).__name__)) for n,
+               m in model.named_modules() if not n.endswith("act_fn")]
     logits_of(model, prompt())
     plain = calls.copy()
     calls.clear()
@@ -535,10 +591,18 @@ def test_an_abandoned_pass_of_a_thread_that_is_gone():
             raise SystemExit
 
         handle = model.model.layers[1].register_forward_hook(strike)
-        thread = threading.Thread(target=lambda: logits_of(model, prompt()))
+        ended = []
+
+        def work():
+            with pytest.raises(SystemExit):
+                logits_of(model, prompt())
+            ended.append(True)
+
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         handle.remove()
+        assert ended
         assert torch.equal(logits_of(model, prompt()), want)
 
 
@@ -594,6 +658,7 @@ class Wrong:
         return ()
 
 
+@pytest.mark.filterwarnings("ignore:.*always_call.*")
 @pytest.mark.parametrize("probs", [(PROB_ONE,), (0,) * 5, (0.5,) * 4, (-1, 0, 0, 0), (PROB_ONE + 1, 0, 0, 0)], ids=str)
 def test_a_forecast_of_the_wrong_kind_is_named(probs):
     model = small(layers=4)

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from tests.experts.records import Source
-from tests.models import small
 
 from moe_prefetch.experts.store import DiskStore
 from moe_prefetch.integrations.transformers import gates
@@ -18,6 +16,8 @@ from moe_prefetch.kv.outliers import LayerStats
 from moe_prefetch.probes.probe import RoutingProbe
 from moe_prefetch.runtime import REAL, Runtime
 from moe_prefetch.validate import check
+from tests.experts.records import Source
+from tests.models import small
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def test_every_problem_at_once(sound):
     (folder / "probe" / "model.safetensors").write_bytes(b"x" * 100)
     (folder / "cal" / "manifest.json").unlink()
     next((folder / "records").glob("*.bin")).unlink()
-    sound.write_text(sound.read_text().replace("plan: probe", "plan: probe, thread: 2, deadline: -1").replace("format: fp4-72", "format: fp4, window: 8"))
+    text = sound.read_text().replace("plan: probe", "plan: probe, thread: 2, deadline: -1")
+    sound.write_text(text.replace("format: fp4-72", "format: fp4, window: 8"))
     found = check(sound)
     assert len(found) == 6
     for key, word in (("experts.thread", "did you mean 'threads'"), ("experts.deadline", "greater than 0"), ("kv.format", "given: 'fp4'"),
@@ -77,7 +78,8 @@ def test_probes(sound, damage):
     elif damage == "cut":
         os.truncate(folder / "model.safetensors", 9)
     else:
-        config.update({"version": {"version": 99}, "hash": {"weights_sha256": "0" * 64}, "format": {"format": "x"}, "parts": {"format": None}}[damage])
+        config.update({"version": {"version": 99}, "hash": {"weights_sha256": "0" * 64}, "format": {"format": "x"},
+                       "parts": {"format": None}}[damage])
         (folder / "config.json").write_text(json.dumps(config))
     found = check(sound)
     assert len(found) == 1 and found[0].startswith("probe.path: ")
@@ -123,7 +125,8 @@ def test_writable_is_the_systems_answer(tmp_path):
 
 
 def test_a_deepspeed_section_is_checked(tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "moe_prefetch": {"probe": {"path": "p"}, "experts": {"home": "disk"}}}))
+    section = {"probe": {"path": "p"}, "experts": {"home": "disk"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "moe_prefetch": section}))
     found = check(tmp_path / "ds.json")
     assert len(found) == 1 and found[0].startswith("probe.path")
 

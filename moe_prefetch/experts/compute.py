@@ -157,7 +157,8 @@ class _Serving:
                     return job.buffer
                 lease = mover.table.lease(self._demand.layer, expert, self._demand.step)
                 if lease is None:
-                    raise IntegrityError("a slot that was waited for is not ready", where=f"layer {job.layer}, expert {expert}, slot {job.slot}")
+                    raise IntegrityError("a slot that was waited for is not ready",
+                                         where=f"layer {job.layer}, expert {expert}, slot {job.slot}")
                 self._leases[expert] = lease
             return mover.buffers[self._demand.layer][self._leases[expert].slot]
 

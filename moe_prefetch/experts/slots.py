@@ -63,9 +63,11 @@ class SlotTable:
         """
         s = self._slots[layer][slot]
         if s.leases or s.state is SlotState.FILLING:
-            raise IntegrityError("a slot in use was claimed", where=f"layer {layer}, slot {slot}", expected="a free, or ready and unleased, slot")
+            raise IntegrityError("a slot in use was claimed", where=f"layer {layer}, slot {slot}",
+                                 expected="a free, or ready and unleased, slot")
         if expert in self._where[layer]:
-            raise IntegrityError("an expert was given a second slot", where=f"layer {layer}, expert {expert}", expected="one slot per expert")
+            raise IntegrityError("an expert was given a second slot", where=f"layer {layer}, expert {expert}",
+                                 expected="one slot per expert")
         evicted = self._evict(layer, slot)
         s.expert, s.state, s.ahead, s.used = expert, SlotState.FILLING, ahead, False
         s.generation += 1
@@ -117,7 +119,8 @@ class SlotTable:
         s = self._slots[lease.layer][lease.slot]
         if s.leases < 1 or s.generation != lease.generation:
             raise IntegrityError("a lease was released twice, or its slot was written while held",
-                                 where=f"layer {lease.layer}, expert {lease.expert}, slot {lease.slot}", expected=f"generation {lease.generation}")
+                                 where=f"layer {lease.layer}, expert {lease.expert}, slot {lease.slot}",
+                                 expected=f"generation {lease.generation}")
         s.leases -= 1
 
     def observe(self, demand: Demand) -> None:
@@ -155,7 +158,7 @@ class SlotTable:
     def check_integrity(self) -> None:
         """Raises IntegrityError naming the first invariant that does not hold."""
         for layer, slots in enumerate(self._slots):
-            seen = {}
+            seen: dict[int, int] = {}
             for i, s in enumerate(slots):
                 if (s.state is SlotState.FREE) != (s.expert == -1):
                     raise IntegrityError(f"state {s.state.name} with expert {s.expert}", where=f"layer {layer}, slot {i}")
@@ -165,7 +168,8 @@ class SlotTable:
                     raise IntegrityError("negative leases", where=f"layer {layer}, slot {i}")
                 if s.expert >= 0:
                     if s.expert in seen or s.expert >= self.num_experts:
-                        raise IntegrityError(f"expert {s.expert} twice, or unknown", where=f"layer {layer}, slots {seen.get(s.expert)} and {i}")
+                        raise IntegrityError(f"expert {s.expert} twice, or unknown",
+                                             where=f"layer {layer}, slots {seen.get(s.expert)} and {i}")
                     seen[s.expert] = i
             if seen != self._where[layer]:
                 raise IntegrityError("the index does not match the slots", where=f"layer {layer}")

@@ -143,7 +143,8 @@ class DiskStore:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             if isinstance(e, OSError) and not isinstance(e, DeadlineError):
-                raise ArtefactError(f"the records can't be written: {e.strerror}", where=str(folder), expected="a folder with space for them",
+                raise ArtefactError(f"the records can't be written: {e.strerror}", where=str(folder),
+                                    expected="a folder with space for them",
                                     do="free space on the drive, or set experts.path to a folder that can be written") from e
             raise
 
@@ -223,7 +224,8 @@ class DiskStore:
             layer, expert = divmod(i, self.num_experts)
             self.read_into(layer, expert, buffer)
             if hashlib.sha256(checkpoint.tensor_bytes(buffer)).hexdigest() != digest:
-                raise ArtefactError("a record was altered", where=f"{self.path}, layer {layer}, expert {expert}", expected=f"sha256 {digest[:16]}…",
+                raise ArtefactError("a record was altered", where=f"{self.path}, layer {layer}, expert {expert}",
+                                    expected=f"sha256 {digest[:16]}…",
                                     do=REBUILD)
 
     def _matches(self, source: ExpertSource) -> bool:
@@ -286,7 +288,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArtefactError("the manifest is incomplete", where=where, expected="layers, experts, record_bytes and parts", do=REBUILD)
     layers, experts, record_bytes = counts
     digests, name = m.get("digests"), m.get("file")
-    if not isinstance(digests, list) or len(digests) != layers * experts or not all(isinstance(d, str) and _DIGEST.fullmatch(d) for d in digests):
+    listed = isinstance(digests, list) and len(digests) == layers * experts
+    if not listed or not all(isinstance(d, str) and _DIGEST.fullmatch(d) for d in digests):
         raise ArtefactError("the manifest is incomplete", where=where, expected=f"{layers * experts} digests", do=REBUILD)
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ArtefactError(f"the manifest names the file {name!r}", where=where, expected="records-<16 hex digits>.bin", do=REBUILD)
@@ -296,5 +299,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as e:
         raise ArtefactError(f"the record file can't be read: {e.strerror}", where=str(path), do=REBUILD) from e
     if size != layers * experts * record_bytes:
-        raise ArtefactError(f"the record file has {size} bytes", where=str(path), expected=f"{layers * experts * record_bytes} bytes", do=REBUILD)
+        raise ArtefactError(f"the record file has {size} bytes", where=str(path), expected=f"{layers * experts * record_bytes} bytes",
+                            do=REBUILD)
     return m

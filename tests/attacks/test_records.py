@@ -9,11 +9,11 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.experts.records import Source
 
 from moe_prefetch.errors import ArtefactError
 from moe_prefetch.experts.store import MANIFEST, DiskStore, read_manifest
 from moe_prefetch.runtime import REAL
+from tests.experts.records import Source
 
 DIGEST = "ab" * 32
 NAME = "records-0123456789abcdef.bin"
@@ -49,8 +49,10 @@ def refused(folder):
 
 
 @pytest.mark.parametrize("name", [
-    "../secret.bin", "/etc/passwd", "..", ".", "", "sub/" + NAME, "records-0123456789abcdef.bin\0.txt", "records-0123456789ABCDEF.bin", NAME + "\n", " " + NAME,
-    "records-0123456789abcdeｆ.bin", "~/" + NAME, "manifest.json", "file:///etc/passwd", "\\\\host\\share", "CON", "." * 5000, None, 3, True, [NAME], {"x": 1},
+    "../secret.bin", "/etc/passwd", "..", ".", "", "sub/" + NAME, "records-0123456789abcdef.bin\0.txt", "records-0123456789ABCDEF.bin",
+    NAME + "\n", " " + NAME,
+    "records-0123456789abcdeｆ.bin", "~/" + NAME, "manifest.json", "file:///etc/passwd", "\\\\host\\share", "CON", "." * 5000, None, 3,
+    True, [NAME], {"x": 1},
 ], ids=lambda n: repr(n)[:30])
 def test_file_names(folder, name):
     edit(folder, file=name)
@@ -90,10 +92,14 @@ def test_things_that_are_no_files(folder, which, kind):
 
 
 @pytest.mark.parametrize("change", [
-    {"layers": True}, {"layers": 1.0}, {"layers": "1"}, {"layers": -1}, {"layers": 0}, {"layers": 1 << 62, "experts": 1 << 62}, {"experts": 2.0},
-    {"record_bytes": 4096.0}, {"record_bytes": -4096}, {"record_bytes": None}, {"version": True}, {"version": 1.0}, {"version": 2}, {"version": None},
-    {"format": "moe_prefetch.probe"}, {"format": None}, {"parts": {}}, {"parts": None}, {"parts": [1]}, {"digests": {}}, {"digests": [DIGEST]},
-    {"digests": [1, 2]}, {"digests": [DIGEST, None]}, {"digests": [DIGEST, DIGEST.upper()]}, {"digests": [DIGEST, DIGEST + "\n"]}, {"digests": "ab" * 2},
+    {"layers": True}, {"layers": 1.0}, {"layers": "1"}, {"layers": -1}, {"layers": 0}, {"layers": 1 << 62, "experts": 1 << 62},
+    {"experts": 2.0},
+    {"record_bytes": 4096.0}, {"record_bytes": -4096}, {"record_bytes": None}, {"version": True}, {"version": 1.0}, {"version": 2},
+    {"version": None},
+    {"format": "moe_prefetch.probe"}, {"format": None}, {"parts": {}}, {"parts": None}, {"parts": [1]}, {"digests": {}},
+    {"digests": [DIGEST]},
+    {"digests": [1, 2]}, {"digests": [DIGEST, None]}, {"digests": [DIGEST, DIGEST.upper()]}, {"digests": [DIGEST, DIGEST + "\n"]},
+    {"digests": "ab" * 2},
     {"digests": [DIGEST] * 100_000}, {"digests": [[DIGEST]] * 2},
 ], ids=lambda c: str(c)[:40])
 def test_manifest_values(folder, change):

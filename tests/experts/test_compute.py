@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.experts.records import Source, mover_of, poison
-from tests.models import FaultyRuntime, GateRuntime, settled
 
 from moe_prefetch.errors import ArtefactError, DeadlineError, SessionError, ShapeError
 from moe_prefetch.experts.compute import LocalCompute, SlotCompute, demand_of
@@ -18,6 +16,8 @@ from moe_prefetch.experts.store import LocalStore
 from moe_prefetch.kernels.expert_mlp.naive import moe
 from moe_prefetch.runtime import REAL
 from moe_prefetch.types import Move, Plan, SlotState
+from tests.experts.records import Source, mover_of, poison
+from tests.models import FaultyRuntime, GateRuntime, settled
 
 act = torch.nn.functional.silu
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import DISK, logits_of, prompt, small
-from tests.parity.test_forecasts import RandomForecaster
 
 import moe_prefetch
 from moe_prefetch.experts.ledger import Ledger
@@ -12,6 +10,8 @@ from moe_prefetch.experts.planner import POLICIES
 from moe_prefetch.probes.forecast import OracleForecaster
 from moe_prefetch.runtime import Runtime
 from moe_prefetch.types import Settlement
+from tests.models import DISK, logits_of, prompt, small
+from tests.parity.test_forecasts import RandomForecaster
 
 
 class CountingRuntime(Runtime):
@@ -45,7 +45,8 @@ def test_bytes_add_up(kind):
     assert total.hit + total.late + total.miss == total.demanded
     by_kind = session.ledger.kinds
     for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted"):
-        assert sum(getattr(t, key) for t in by_kind.values()) == getattr(total, key) == sum(getattr(t, key) for t in session.ledger.layers), key
+        per_layer = sum(getattr(t, key) for t in session.ledger.layers)
+        assert sum(getattr(t, key) for t in by_kind.values()) == getattr(total, key) == per_layer, key
     read_by_detach = session.num_layers * session.num_experts * session.ledger.record_bytes
     start = runtime.bytes
     session.detach()

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-from tests.experts.records import Source, expected, mover_of, poison
-from tests.models import FaultyRuntime, GateRuntime, movers, settled
 
 from moe_prefetch.errors import ArtefactError, DeadlineError, SessionError
 from moe_prefetch.experts.mover import Drive, JobState
 from moe_prefetch.runtime import Runtime
 from moe_prefetch.types import Move, Plan, SlotState
+from tests.experts.records import Source, expected, mover_of, poison
+from tests.models import FaultyRuntime, GateRuntime, movers, settled
 
 
 @pytest.fixture
@@ -304,7 +304,10 @@ def test_many_threads_and_one_table(make):
 
     def work(seed):
         g = torch.Generator().manual_seed(seed)
-        draw = lambda n: int(torch.randint(n, (), generator=g))
+
+        def draw(n):
+            return int(torch.randint(n, (), generator=g))
+
         try:
             for step in range(60):
                 layer, expert, slot = draw(2), draw(6), draw(3)
@@ -323,7 +326,7 @@ def test_many_threads_and_one_table(make):
                     with mover.lock:
                         mover.table.release(lease)
                     assert same, (layer, expert, step)
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001  # reported by the main thread
             errors.append(e)
 
     before = mover.started

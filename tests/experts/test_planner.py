@@ -78,7 +78,7 @@ def test_a_done_plan_is_not_undone(scene):
 @given(scene=scenes(), seed=st.randoms(use_true_random=False))
 def test_names_of_experts_do_not_matter(scene, seed):
     """Relabelled experts give the relabelled plan, where no two values tie."""
-    residency, forecast, budget, keep = scene
+    residency, forecast, budget, _ = scene
     n = len(residency.load_E)
     if not forecast.prob_E or len(set(forecast.prob_E)) < n or len({e % 16 for e in forecast.prob_E}) < n:
         return

@@ -94,7 +94,8 @@ class Slots(RuleBasedStateMachine):
 
     @rule(force=st.booleans())
     def drop_all(self, force):
-        unread = [sum(v[1] is SlotState.READY and v[4] and not v[5] for k, v in self.model.items() if k[0] == la) for la in range(self.table.num_layers)]
+        unread = [sum(v[1] is SlotState.READY and v[4] and not v[5] for k,
+                      v in self.model.items() if k[0] == la) for la in range(self.table.num_layers)]
         busy = any(v[3] or v[1] is SlotState.FILLING for v in self.model.values())
         epoch = self.table.epoch
         if force:

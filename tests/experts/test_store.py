@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.experts.records import Source
 
 from moe_prefetch.errors import ArtefactError, DeadlineError, UnsupportedModelError
 from moe_prefetch.experts.store import MANIFEST, PAGE, DiskStore, LocalStore, RecordLayout, read_manifest
 from moe_prefetch.runtime import ALIGN, REAL, Runtime
+from tests.experts.records import Source
 
 
 def read_back(store, source):
@@ -156,7 +156,8 @@ def edited(folder, **change):
 
 
 @pytest.mark.parametrize("change", [
-    {"layers": 2, "digests": ["0" * 64] * 6}, {"experts": 1, "digests": ["0" * 64]}, {"record_bytes": 8192}, {"parts": []}, {"parts": [{"name": "x"}]},
+    {"layers": 2, "digests": ["0" * 64] * 6}, {"experts": 1, "digests": ["0" * 64]}, {"record_bytes": 8192}, {"parts": []},
+    {"parts": [{"name": "x"}]},
 ], ids=str)
 def test_a_manifest_of_another_geometry(made, change):
     folder, source, path = made
@@ -246,7 +247,7 @@ def test_two_builders_take_turns(tmp_path):
     def build(i):
         try:
             stores[i] = DiskStore.obtain(tmp_path, sources[i], REAL)
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001  # reported by the main thread
             errors.append(e)
 
     threads = [threading.Thread(target=build, args=(i,)) for i in range(4)]

@@ -14,13 +14,13 @@ import traceback
 
 import pytest
 import torch
-from tests.models import DISK, GateRuntime, logits_of, movers, open_files, picture, prompt, settled, small
 
 import moe_prefetch
 from moe_prefetch.errors import MoEPrefetchError, SessionError
 from moe_prefetch.experts.store import read_manifest
 from moe_prefetch.integrations import transformers as integration
 from moe_prefetch.runtime import Runtime
+from tests.models import DISK, GateRuntime, logits_of, movers, open_files, picture, prompt, settled, small
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ class Child:
             try:
                 act()
                 os._exit(0)
-            except BaseException:
+            except BaseException:  # noqa: BLE001  # a forked child must never return
                 traceback.print_exc()
                 os._exit(1)
 
@@ -157,12 +157,8 @@ def test_a_forked_child_is_refused_and_may_detach():
 
     def in_child():
         for act in (lambda: logits_of(model, prompt()), session.wait_idle):
-            try:
+            with pytest.raises(SessionError, match="forked"):
                 act()
-            except SessionError as e:
-                assert "forked" in str(e)
-            else:
-                raise AssertionError("not refused")
         session.detach()
         assert torch.equal(resident(model), want)
         assert not movers()
@@ -264,7 +260,8 @@ if {how!r} == "interrupt":
 @pytest.mark.parametrize("how", ["end", "interrupt"])
 def test_interpreter_exit_with_reads_in_flight(temporary, how):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    child = subprocess.Popen([sys.executable, "-c", EXIT.format(root=root, folder=str(temporary), how=how)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    child = subprocess.Popen([sys.executable, "-c", EXIT.format(root=root, folder=str(temporary), how=how)], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE,
                              text=True)
     assert child.stdout.readline() == "in flight\n", child.stderr.read()
     if how == "interrupt":
@@ -311,9 +308,8 @@ def test_many_threads_on_one_model(fail):
                 refused.append(e)
                 time.sleep(0.003)
             except MoEPrefetchError as e:
-                assert fail, e
-                refused.append(e)
-            except BaseException as e:
+                (refused if fail else wrong).append(e)
+            except BaseException as e:  # noqa: BLE001  # reported by the main thread
                 wrong.append(e)
             else:
                 done.append(torch.equal(got, want))
@@ -349,7 +345,7 @@ def test_models_in_threads_of_their_own():
                 with moe_prefetch.attach(models[i], DISK):
                     for _ in range(3):
                         assert torch.equal(logits_of(models[i], prompt()), wants[i])
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001  # reported by the main thread
             errors.append(e)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]

@@ -7,15 +7,17 @@ import tempfile
 
 import pytest
 import torch
-from tests.models import DISK, FaultyRuntime, logits_of, movers, open_files, picture, prompt, settled, small
 
 import moe_prefetch
 from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.experts.store import read_manifest
+from tests.models import DISK, FaultyRuntime, logits_of, movers, open_files, picture, prompt, settled, small
 
 EIO, ENOSPC = (lambda: OSError(errno.EIO, "Input/output error")), (lambda: OSError(errno.ENOSPC, "No space left on device"))
-DOORS = [("allocate", MemoryError), ("start_thread", lambda: RuntimeError("can't start new thread")), ("open_read", EIO), ("pread_into", EIO), ("write", ENOSPC),
-         ("write", EIO), ("fsync", EIO), ("replace", ENOSPC), *((d, KeyboardInterrupt) for d in ("allocate", "open_read", "pread_into", "write", "fsync", "replace"))]
+DOORS = [
+    ("allocate", MemoryError), ("start_thread", lambda: RuntimeError("can't start new thread")), ("open_read", EIO), ("pread_into", EIO),
+    ("write", ENOSPC), ("write", EIO), ("fsync", EIO), ("replace", ENOSPC),
+    *((d, KeyboardInterrupt) for d in ("allocate", "open_read", "pread_into", "write", "fsync", "replace"))]
 IDS = [f"{d}-{e().args[0] if isinstance(e(), OSError) else type(e()).__name__}" for d, e in DOORS]
 
 
@@ -161,7 +163,7 @@ def test_the_weights_come_back_when_giving_them_up_fails(model, monkeypatch):
     for nth in range(1, count + 1):
         calls = 0
 
-        def strike(self, name, value):
+        def strike(self, name, value, nth=nth):
             nonlocal calls
             if name in ("gate_up_proj", "down_proj") and value.is_meta:
                 calls += 1
@@ -182,7 +184,7 @@ def test_hooks_that_can_not_be_installed(model, monkeypatch):
     for nth in range(1, 6):
         calls = 0
 
-        def strike(self, *args, **kwargs):
+        def strike(self, *args, nth=nth, **kwargs):
             nonlocal calls
             calls += 1
             if calls == nth:
