@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import threading
 import weakref
@@ -177,7 +178,7 @@ class TransformersModel:
     # taps -----------------------------------------------------------------------------------------------------------
     def _hook(self, taps: Taps, kv: KVConfig | None, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
         """Forward hooks that call `taps`, noted in `handles` one by one; with `kv`, new caches get our layers."""
-        thread = threading.local()
+        thread, names = threading.local(), list(inspect.signature(self.base.forward).parameters)
 
         # Hooks are copied by deepcopy: each asks whether it still runs on its own module.
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -192,7 +193,11 @@ class TransformersModel:
             batch, length = (0, 0) if tokens is None else tokens.shape[:2]
             taps.step_begin(batch, batch * length)
             calls[-1] = True
-            return (args, self._with_cache(kwargs, kv)) if kv is not None else None
+            named = dict(zip(names, args, strict=False))
+            if kv is None or len(named) < len(args) or named.keys() & kwargs.keys():
+                return None
+            # By name, so that a cache given by place is found.
+            return (), self._with_cache({**named, **kwargs}, kv)
 
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Called after an exception too, also one from `step_begin` itself: then no step is open.

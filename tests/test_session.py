@@ -14,6 +14,7 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
 import moe_prefetch
 from moe_prefetch.config import load
 from moe_prefetch.errors import BudgetError, ConfigError, DeadlineError, SessionError, ShapeError, UnsupportedModelError
+from moe_prefetch.integrations import transformers as integration
 from moe_prefetch.runtime import REAL
 from moe_prefetch.seam import open_model
 from moe_prefetch.session import Session
@@ -480,6 +482,10 @@ def test_wrong_arguments_get_the_models_own_error():
         with pytest.raises(ValueError, match="input_ids") as attached:
             model()
         assert str(attached.value) == str(plain.value)
+        with pytest.raises(TypeError, match="input_ids"):
+            model.model(prompt(), input_ids=prompt())
+        with pytest.raises(TypeError, match="positional"):
+            model.model(*[None] * 30)
         logits_of(model, prompt())
 
 
@@ -692,3 +698,59 @@ def test_a_read_beyond_the_deadline():
     session.table.check_integrity()
     session.detach()
     assert picture(model) == before
+
+
+# with others ----------------------------------------------------------------------------------------------------------------
+def test_an_attached_model_can_be_observed():
+    model = small()
+    want = []
+
+    class Watch:
+        def step_begin(self, *args):
+            """Nothing to do."""
+
+        residual = moe_input = step_end = step_begin
+
+        def routed(self, layer, logits_TE, ids_TK):
+            want.append((layer, tuple(map(tuple, ids_TK.tolist()))))
+
+    with integration.observe(model, Watch()):
+        logits_of(model, prompt(), 2)
+    plain = want.copy()
+    want.clear()
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK):
+        assert len(integration.gates(model)) == 2
+        with integration.observe(model, Watch()):
+            logits_of(model, prompt(), 2)
+    assert want == plain
+    assert picture(model) == before
+
+
+def test_two_sessions_on_one_folder(tmp_path):
+    """The second has other weights and writes the folder again; the first reads on from what it opened."""
+    models = [small(seed=s) for s in (0, 1)]
+    config = {"experts": {**DISK["experts"], "path": str(tmp_path / "records")}}
+    wants = []
+    for m in models:
+        with moe_prefetch.attach(m):
+            wants.append(logits_of(m, prompt()))
+    before = [picture(m) for m in models]
+    with moe_prefetch.attach(models[0], config), moe_prefetch.attach(models[1], config):
+        for _ in range(2):
+            for m, want in zip(models, wants):
+                assert torch.equal(logits_of(m, prompt()), want)
+    assert [picture(m) for m in models] == before
+
+
+def test_a_cache_given_by_place_stays_the_callers():
+    """The base model called with positional arguments, its cache the fourth."""
+    model = small()
+    with moe_prefetch.attach(model, {"kv": {"format": "fp8"}}), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model.model(prompt(), None, None, cache)
+        assert cache.get_seq_length() == 7
+        first = model.model(prompt(1, 1), None, None, cache).last_hidden_state
+        again = DynamicCache(config=model.config)
+        model.model(input_ids=prompt(), past_key_values=again)
+        assert torch.equal(model.model(input_ids=prompt(1, 1), past_key_values=again).last_hidden_state, first)
