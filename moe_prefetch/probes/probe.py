@@ -11,8 +11,8 @@ layer L (the residual after its attention, before its pre-MoE norm) gives horizo
 `act` leaves the first `linear` of the R units as they are (a plain low-rank correction) and applies SiLU to the rest: these stand in for
 the MoE block between tap and target. The gate is the target's own, frozen, copied from the model and never stored. `up` and `out` start at
 zero, so an untrained probe is the stale gate, bitwise. `boundary` is the middle between the k-th and the next score, so `prob` estimates
-P(expert is in the top-k) and has one free number, the temperature (`calibrate.py`). Related work: PROBE (arXiv 2602.00509), pre-attention routing prediction
-(arXiv 2511.10676); RMSNorm arXiv 1910.07467; group-limited selection arXiv 2412.19437.
+P(expert is in the top-k) and has one free number, the temperature (`calibrate.py`). Related work: PROBE (arXiv 2602.00509), pre-attention
+routing prediction (arXiv 2511.10676); RMSNorm arXiv 1910.07467; group-limited selection arXiv 2412.19437.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..checkpoint import contained, load_tensors, read_json, save_tensors, sha25
 from ..errors import ArtefactError, ProbeMismatchError, ShapeError
 from ..types import PROB_ONE
 
-VERSION = 1
+VERSION = 2
 HORIZONS = (0, 1, 2)
 KINDS = ("softmax_topk", "topk_softmax", "sigmoid_group")
 MAX_BYTES = 1 << 30
@@ -178,18 +178,23 @@ def gate_hash(gates: Sequence[GateSpec]) -> str:
     return sha256_tensors(named)
 
 
-def _pack(name: str, value: torch.Tensor, out: dict[str, torch.Tensor]) -> None:
-    """int8 with one float16 scale a row; an eighth of a per cent of the row's largest value is well below what the fit resolves."""
-    scale = (value.abs().amax(-1, keepdim=True) / 127).clamp_min(6e-8).half()
-    out[name] = (value / scale.float()).round().clamp(-127, 127).to(torch.int8)
-    out[name + ".scale"] = scale
+def _pack(name: str, value_LRD: torch.Tensor, out: dict[str, torch.Tensor]) -> None:
+    """int8 with a float16 scale per row and per column. The stream's channels differ in size by a factor of hundreds, and a row's
+    weights by the inverse: with row scales alone the smallest channels would set the step of the largest ones."""
+    column = value_LRD.square().mean(-2, keepdim=True).sqrt()
+    column = (column / column.amax(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-4).half()
+    even = value_LRD / column.float()
+    row = (even.abs().amax(-1, keepdim=True) / 127).clamp_min(6e-8).half()
+    out[name] = (even / row.float()).round().clamp(-127, 127).to(torch.int8)
+    out[name + ".row"], out[name + ".column"] = row, column
 
 
 def _unpack(name: str, tensors: dict[str, torch.Tensor], where: str) -> torch.Tensor:
-    if tensors[name].dtype != torch.int8 or tensors[name + ".scale"].dtype != torch.float16:
-        raise ArtefactError(f"{name} has dtype {tensors[name].dtype}", where=where, expected="int8 with float16 scales",
-                            do="fit the probe again")
-    return tensors[name].float() * tensors[name + ".scale"].float()
+    value, row, column = (tensors[name + tail] for tail in ("", ".row", ".column"))
+    if (value.dtype, row.dtype, column.dtype) != (torch.int8, torch.float16, torch.float16):
+        raise ArtefactError(f"{name} has dtypes {value.dtype}, {row.dtype}, {column.dtype}", where=where,
+                            expected="int8 with float16 scales", do="fit the probe again")
+    return value.float() * row.float() * column.float()
 
 
 class RoutingProbe:
@@ -287,10 +292,11 @@ class RoutingProbe:
             if r is None:
                 continue
             rank, linear = int(r.down_LRD.shape[1]), r.linear
-            _pack(f"h{h}.down", r.down_LRD, tensors)
-            _pack(f"h{h}.up", r.up_LER, tensors)
-            tensors[f"h{h}.shift"], tensors[f"h{h}.out"] = r.shift_LR.half(), r.out_LE.half()
-            tensors[f"h{h}.temperature"] = r.temperature_L.float()
+            # The first h layers have no tap so far ahead of them: nothing is kept for them.
+            _pack(f"h{h}.down", r.down_LRD[h:], tensors)
+            _pack(f"h{h}.up", r.up_LER[h:], tensors)
+            tensors[f"h{h}.shift"], tensors[f"h{h}.out"] = r.shift_LR[h:].float(), r.out_LE[h:].float()
+            tensors[f"h{h}.temperature"] = r.temperature_L[h:].float()
             used[str(h)] = [i for i, u in enumerate(r.used_L) if u]
         save_tensors(folder / "model.safetensors", tensors, {"format": "moe_prefetch.probe"})
         write_text(folder / "README.md", card or "# Routing probe\n\nNo figures were recorded for this probe.\n")
@@ -335,8 +341,10 @@ def read_folder(folder: Path | str) -> tuple[dict[str, Any], list[Residual | Non
 
 def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], config: dict[str, Any], where: str) -> Residual:
     layers, experts, hidden, rank, linear = (config[k] for k in ("layers", "experts", "hidden", "rank", "linear"))
-    r = Residual(_unpack(f"h{h}.down", tensors, where), tensors[f"h{h}.shift"].float(), _unpack(f"h{h}.up", tensors, where),
-                 tensors[f"h{h}.out"].float(), tensors[f"h{h}.temperature"].float(), linear, [i in set(used) for i in range(layers)])
+    kept = (_unpack(f"h{h}.down", tensors, where), tensors[f"h{h}.shift"].float(), _unpack(f"h{h}.up", tensors, where),
+            tensors[f"h{h}.out"].float(), tensors[f"h{h}.temperature"].float())
+    down, shift, up, out = (torch.cat([t.new_zeros(h, *t.shape[1:]), t]) for t in kept[:-1])
+    r = Residual(down, shift, up, out, torch.cat([kept[-1].new_ones(h), kept[-1]]), linear, [i in set(used) for i in range(layers)])
     want = {"down_LRD": (layers, rank, hidden), "shift_LR": (layers, rank), "up_LER": (layers, experts, rank), "out_LE": (layers, experts),
             "temperature_L": (layers,)}
     for name, shape in want.items():
