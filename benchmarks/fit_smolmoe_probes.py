@@ -41,8 +41,11 @@ HELD_OUT = 0.04  # of every source, its end: never trained on, decides between v
 # Shares of each stream in the pool; what is not named shares the rest by size.
 SHARES = {
     "mixed": {"encyc/wikitext": 0.22, "encyc/wikipedia": 0.34, "generated": 0.16, "encyc/*": 0.08, "cross/*": 0.20},
-    "cross": {"cross/*-tokenised": 0.30, "generated": 0.15, "cross/*": 0.55},
+    "cross": {"cross/*-tokenised": 0.50, "generated": 0.10, "cross/*": 0.40},
 }
+
+# Together just under 12 MB as stored (int8).
+RANK = {"mixed": 104, "cross": 112}
 
 
 def log(text: str) -> None:
@@ -249,6 +252,7 @@ class Fit:
                 if time.monotonic() > stop + 20:
                     break
             train, found, held = (show(trainer.evaluate(x, a.batch)) for x in (self.batch(pool, generator, a.batch), dev, test))
+            train, found, held = (show(trainer.evaluate(x, a.batch)) for x in (self.batch(pool, generator, a.batch), dev, test))
             log(f"{name:32s} loss {float(loss):.4f} train {train} dev {found} eval {held} (ridge {first}) {time.monotonic() - t:.1f} s")
             del trainer
 
@@ -268,7 +272,8 @@ class Fit:
         self.sync()
         fill_s = time.monotonic() - t
         dev, test = self.taps_of(self.dev_windows(domain)), self.taps_of(self.eval_ids)
-        config = FitConfig(rank=a.rank, batch=a.batch, lr=a.lr, rank_weight=a.rank_weight, tau=a.tau, weight_decay=a.weight_decay, ema=a.ema)
+        config = FitConfig(rank=a.rank or RANK[domain], batch=a.batch, lr=a.lr, rank_weight=a.rank_weight, tau=a.tau,
+                           weight_decay=a.weight_decay, ema=a.ema)
         generator = torch.Generator(self.device).manual_seed(11)
         # Time a few steps, then set the length of the schedule to what fits: training and refilling alternate.
         trial = self.trainer(pool, config)
@@ -284,11 +289,12 @@ class Fit:
         round_s = per_round * step_s + fill_s * a.round / a.pool
         rounds = max(1, int((stop - time.monotonic() - 20 * (self.device.type == "cuda")) / round_s))
         steps = min(a.max_steps, rounds * per_round)
-        log(f"{domain}: pool in {fill_s:.1f} s, {step_s * 1e3:.1f} ms a step, {steps} steps, {a.round:,} new tokens every {per_round} steps")
+        log(f"{domain}: pool in {fill_s:.1f} s, {step_s * 1e3:.1f} ms a step, {steps} steps, {a.round:,} new tokens each {per_round}")
         config = replace(config, steps=steps)
         trainer = self.trainer(pool, config)
         log(f"{domain}: ridge start: dev {show(trainer.evaluate(dev, a.batch))} eval {show(trainer.evaluate(test, a.batch))}")
         seen = pool.filled
+        loss = torch.zeros(())
         while trainer.done < steps and time.monotonic() < stop:
             loss = trainer.step(self.batch(pool, generator, a.batch))
             if trainer.done % per_round == 0 and trainer.done < steps - per_round:
@@ -338,15 +344,16 @@ class Fit:
         texts = sorted(self.source(domain, 0).names)
         card = "\n".join([
             f"# SmolMoE routing probe: {domain}", "",
-            f"Rank {config.rank} ({config.linear} linear), horizons 0, 1, 2, {seen:,} tokens, {config.steps} steps of {config.batch}, lr {config.lr:g}, boundary term {config.rank_weight:g} at {config.tau:g}.", "",
+            f"Rank {config.rank} ({config.linear} linear), {seen:,} tokens, {config.steps} steps of {config.batch}, "
+            f"lr {config.lr:g}, boundary term {config.rank_weight:g} at {config.tau:g}.", "",
             "Evaluation: last fifth of WikiText-2 validation, teacher-forced, windows of "
             f"{self.args.window} tokens, mean over all layers where the horizon exists, before any fallback, as stored.", "",
             "| horizon | recall@4 | stale gate | recall@6 | exact set | calibration error | worst layer | layers below the stale gate |",
             "|---|---|---|---|---|---|---|---|", *lines, "",
             "Training text (see benchmarks/gather_text.py): " + ", ".join(texts) + ".",
             "No encyclopaedic text." if domain == "cross" else "WikiText-2 validation: first four fifths only.",
-            "`generated` is sampled from SmolMoE itself, from prefixes of the texts named. `-tokenised` texts have spaces around punctuation "
-            "and <unk> for rare words, as tokenised corpora do.", ""])
+            "`generated` is sampled from SmolMoE itself, from prefixes of the texts named. `-tokenised` texts have spaces around "
+            "punctuation and <unk> for rare words, as tokenised corpora do.", ""])
         probe.save_pretrained(folder, card=card, extra={"figures": rows, "tokens": seen})
         reliability_plot(folder / "reliability.png", curves)
         machine = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine()
@@ -393,10 +400,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run, the model's loading included")
     for name, default in {"pool": 1 << 20, "round": 1 << 18, "batch": 1 << 14, "forward": 1 << 15, "window": 1024, "eval-tokens": 1 << 16,
-                          "moment-tokens": 1 << 18, "generate": 2048, "generate-rounds": 1, "max-steps": 1 << 30, "explore-steps": 500,
-                          "rank": 104}.items():
+                          "moment-tokens": 1 << 18, "generate": 0, "generate-rounds": 1, "max-steps": 1 << 30, "explore-steps": 500,
+                          "rank": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, value in {"lr": 3e-3, "rank-weight": 0.3, "tau": 0.1, "weight-decay": 0.01, "ema": 0.998, "visits": 3.0}.items():
+    for name, value in {"lr": 4e-3, "rank-weight": 0.3, "tau": 0.1, "weight-decay": 0.01, "ema": 0.998, "visits": 3.0}.items():
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--explore-generated", action="store_true")
     args = parser.parse_args()

@@ -51,16 +51,18 @@ DEBS = (
     ("linux", "linux-doc-6.1", "**/*.rst*", "plain", 500_000), ("jargon", "jargon-text", "**/*.gz", "plain", 250_000),
     ("fortunes", "fortunes", "**/fortunes/*", "plain", 150_000), ("politics", "anarchism", "**/html/*.html", "html", 900_000),
     ("austen", "r-cran-janeaustenr", "**/*.rdb", "rdb", 900_000),
-    ("freeciv", "freeciv-data", "**/helpdata.txt", "plain", 60_000), ("standards", "gnu-standards", "**/*.html", "html", 60_000),
+    ("freeciv", "freeciv-data", "**/helpdata.txt", "plain", 60_000),
+    ("standards", "gnu-standards", "**/*.html", "html", 60_000),
 )
-ENCYCLOPAEDIC_DEBS = (("gcide", "dict-gcide", "**/*.dict.dz", "plain", 900_000), ("foldoc", "dict-foldoc", "**/*.dict.dz", "plain", 500_000),
+ENCYCLOPAEDIC_DEBS = (("gcide", "dict-gcide", "**/*.dict.dz", "plain", 900_000),
+                      ("foldoc", "dict-foldoc", "**/*.dict.dz", "plain", 500_000),
                       ("wordnet", "wordnet-base", "**/data.*", "gloss", 500_000))
 BOOKS = ("austen", "politics", "moby", "speeches", "botchan", "news")
 
 
 class _Text(html.parser.HTMLParser):
-    SKIP = {"script", "style", "head", "nav", "footer"}
-    BREAK = {"p", "div", "li", "h1", "h2", "h3", "h4", "tr", "dt", "dd", "pre", "br", "title"}
+    SKIP = frozenset({"script", "style", "head", "nav", "footer"})
+    BREAK = frozenset({"p", "div", "li", "h1", "h2", "h3", "h4", "tr", "dt", "dd", "pre", "br", "title"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +197,8 @@ def unwiki(text: str) -> str:
     text = re.sub(r"\[https?://\S+ ?([^\]]*)\]", r"\1", text)
     text = re.sub(r"<[^>]+>|'{2,}", "", text)
     lines = [re.sub(r"^(=+) *(.*?) *=+$", r"\1 \2 \1", line.strip()) for line in text.splitlines()]
-    cut = next((i for i, line in enumerate(lines) if re.match(r"=+ (See also|References|External links|Notes|Further reading)", line)), None)
+    tail = r"=+ (See also|References|External links|Notes|Further reading)"
+    cut = next((i for i, line in enumerate(lines) if re.match(tail, line)), None)
     return "\n".join(line for line in lines[:cut] if len(line) > 40 or line.startswith("="))
 
 

@@ -45,6 +45,10 @@ class ProbeMismatchError(ArtefactError):
     """A probe was made for another model: dimensions or gate hash differ."""
 
 
+class ReleaseError(MoEPrefetchError):
+    """A fitted probe is worse than the unfitted gate on a text it is meant for. It was not written."""
+
+
 class ShapeError(MoEPrefetchError, ValueError):
     """A tensor has the wrong shape, dtype or device."""
 

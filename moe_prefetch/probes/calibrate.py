@@ -5,7 +5,7 @@ One temperature per (layer, horizon), the minimum of the log-likelihood on held-
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,9 +42,9 @@ def fit_temperature(margin_TE: torch.Tensor, true_TK: torch.Tensor, iterations: 
 
 
 @torch.no_grad()
-def calibrate(probe: RoutingProbe, held_out: Taps) -> RoutingProbe:
+def calibrate(probe: RoutingProbe, held_out: Taps, *, horizons: Sequence[int] = HORIZONS) -> RoutingProbe:
     """Set every (layer, horizon)'s temperature from held-out taps, in place; also where the stale gate is used. Returns the probe."""
-    for h in HORIZONS:
+    for h in horizons:
         if h >= probe.layers:
             continue
         if probe.residuals[h] is None:

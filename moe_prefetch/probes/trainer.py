@@ -11,8 +11,9 @@ stream's few huge channels. Distillation: arXiv 1503.02531; AdamW arXiv 1711.051
 """
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,9 @@ from .probe import HORIZONS, GateSpec, Residual, RoutingProbe, margins, residual
 class FitConfig:
     """rank: units of a probe, of which `linear` pass without the non-linearity (at most `experts` are of use). lr is the peak after
     `warmup` steps, then a cosine to zero at `steps`. `tau` is the width of the boundary, in standard deviations of the router's logits.
-    `ema` is the decay of the averaged weights that are judged and kept. `dropout` acts on the non-linear units."""
+    `ema` is the decay of the averaged weights that are judged and kept. `dropout` acts on the non-linear units. `horizons` without 0 suits
+    traces that lack the residual tap. `whiten` False replaces the ridge start and the full preconditioner, which take about
+    30 D^2 bytes a target while moments are gathered, by a diagonal one."""
 
     rank: int = 64
     linear: int = 32
@@ -43,6 +46,8 @@ class FitConfig:
     warmup: int = 50
     ema: float = 0.995
     seed: int = 0
+    horizons: tuple[int, ...] = HORIZONS
+    whiten: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.linear <= self.rank or self.rank < 1 or self.steps < 1 or self.batch < 1 or not 0 <= self.dropout < 1:
@@ -66,15 +71,19 @@ class Taps:
     def tokens(self) -> int:
         return int(self.logits_LTE.shape[1])
 
+    @staticmethod
+    def join(parts: Sequence[Taps]) -> Taps:
+        """Consecutive tokens of several."""
+        return Taps(*(torch.cat([getattr(t, k) for t in parts], 1) for k in ("residual_LTD", "moe_input_LTD", "logits_LTE")))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Taps:
+        return Taps(change(self.residual_LTD), change(self.moe_input_LTD), change(self.logits_LTE))
+
     def take(self, index_T: torch.Tensor) -> Taps:
-        return Taps(*(t.index_select(1, index_T) for t in (self.residual_LTD, self.moe_input_LTD, self.logits_LTE)))
+        return self.map(lambda t: t.index_select(1, index_T.to(t.device)))
 
     def slice(self, start: int, stop: int) -> Taps:
-        return Taps(self.residual_LTD[:, start:stop], self.moe_input_LTD[:, start:stop], self.logits_LTE[:, start:stop])
-
-    def tap(self, horizon: int) -> torch.Tensor:
-        """The input of all targets that exist at a horizon: row i is for target layer i + horizon. [L - horizon, T, D]."""
-        return self.residual_LTD if horizon == 0 else self.moe_input_LTD[: self.moe_input_LTD.shape[0] - horizon]
+        return self.map(lambda t: t[:, start:stop])
 
 
 def unit_rms(x_LTD: torch.Tensor, eps: float) -> torch.Tensor:
@@ -106,10 +115,13 @@ class _Horizon:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.count = zeros(1, dtype=torch.float64)
-        self.sum_nD, self.cov_nDD = zeros(n, d, dtype=torch.float64), zeros(n, d, d, dtype=torch.float64)
-        self.cross_nDE, self.sum_nE = zeros(n, d, e, dtype=torch.float64), zeros(n, e, dtype=torch.float64)
+        self.sum_nD, self.cross_nDE = zeros(n, d, dtype=torch.float64), zeros(n, d, e, dtype=torch.float64)
+        # Second moments: all of them, or those of each channel with itself.
+        self.cov = zeros(n, d, d if config.whiten else 1, dtype=torch.float64)
+        self.sum_nE = zeros(n, e, dtype=torch.float64)
         self.square_n, self.total_n = zeros(n, dtype=torch.float64), zeros(n, dtype=torch.float64)
-        self.mean_nD, self.white_nDD, self.std_n, self.kl0_n = zeros(n, d), zeros(n, d, d), zeros(n), zeros(n)
+        self.mean_nD, self.std_n, self.kl0_n = zeros(n, d), zeros(n), zeros(n)
+        self.white = zeros(n, d, d) if config.whiten else zeros(n, 1, d)
         self.fresh = True
         self.params = {"white_nRD": zeros(n, config.rank, d), "shift_nR": zeros(n, config.rank), "up_nER": zeros(n, e, config.rank),
                        "out_nE": zeros(n, e)}
@@ -118,7 +130,7 @@ class _Horizon:
         r_nTE = y_nTE - torch.bmm(u_nTD, self.gate_nED.mT)
         self.count += u_nTD.shape[1]
         self.sum_nD += u_nTD.sum(1)
-        self.cov_nDD += torch.bmm(u_nTD.mT, u_nTD)
+        self.cov += torch.bmm(u_nTD.mT, u_nTD) if self.config.whiten else u_nTD.square().sum(1).unsqueeze(2)
         self.cross_nDE += torch.bmm(u_nTD.mT, r_nTE)
         self.sum_nE += r_nTE.sum(1)
         self.square_n += y_nTE.double().square().sum((1, 2))
@@ -126,29 +138,32 @@ class _Horizon:
 
     def start(self, generator: torch.Generator) -> None:
         """Ridge solution, whitening and the parameters' first values, from the moments of all ranks."""
-        all_sum([self.count, self.sum_nD, self.cov_nDD, self.cross_nDE, self.sum_nE, self.square_n, self.total_n])
+        all_sum([self.count, self.sum_nD, self.cov, self.cross_nDE, self.sum_nE, self.square_n, self.total_n])
         c, (n, e, d) = self.count, self.gate_nED.shape
-        norm, mean_e = self.norm_nD.double(), self.sum_nE / c
+        norm, mean_e, rows = self.norm_nD.double(), self.sum_nE / c, self.params["white_nRD"]
         mean = self.sum_nD / c * norm
-        cov = self.cov_nDD / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
-        cross = self.cross_nDE / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
         self.std_n = ((self.square_n / (c * e)) - (self.total_n / (c * e)).square()).clamp_min(1e-12).sqrt().float()
-        # W = L^-1 of the Cholesky factor: W x has unit covariance. The floor keeps directions without variance from being blown up.
-        floor = 5e-4 * cov.diagonal(dim1=1, dim2=2).median(-1).values.clamp_min(1e-12)
-        eye = torch.eye(d, dtype=torch.float64, device=cov.device).expand(n, d, d)
-        factor = torch.linalg.cholesky(cov + floor.view(-1, 1, 1) * eye)
-        white = torch.linalg.solve_triangular(factor, eye, upper=False)
-        self.white_nDD, self.mean_nD = white.float(), mean.float()
-        # The ridge solution in whitened coordinates, cut to its strongest `linear` directions.
-        solution = torch.bmm(white, cross) / (1 + self.config.ridge)
-        left, strength, right = torch.linalg.svd(solution.cpu(), full_matrices=False)
-        k = min(self.config.linear, strength.shape[-1])
-        root = strength[:, :k].clamp_min(1e-12).sqrt()
-        rows = self.params["white_nRD"]
-        rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)
+        self.mean_nD, k = mean.float(), 0
+        if self.config.whiten:
+            cov = self.cov / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
+            cross = self.cross_nDE / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
+            # W = L^-1 of the Cholesky factor: W x has unit covariance. The floor keeps directions without variance from being blown up.
+            floor = 5e-4 * cov.diagonal(dim1=1, dim2=2).median(-1).values.clamp_min(1e-12)
+            eye = torch.eye(d, dtype=torch.float64, device=cov.device).expand(n, d, d)
+            white = torch.linalg.solve_triangular(torch.linalg.cholesky(cov + floor.view(-1, 1, 1) * eye), eye, upper=False)
+            self.white = white.float()
+            # The ridge solution in whitened coordinates, cut to its strongest `linear` directions.
+            solution = torch.bmm(white, cross) / (1 + self.config.ridge)
+            left, strength, right = torch.linalg.svd(solution.cpu(), full_matrices=False)
+            k = min(self.config.linear, strength.shape[-1])
+            root = strength[:, :k].clamp_min(1e-12).sqrt()
+            rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)
+            self.params["up_nER"][:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(rows.device)
+        else:
+            var = (self.cov.squeeze(2) / c * norm.square() - mean.square()).clamp_min(0)
+            self.white = (var + 5e-4 * var.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
         # Random directions with outputs of unit size for the units that start without an effect.
         rows[:, k:] = (torch.randn(n, self.config.rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
-        self.params["up_nER"][:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(rows.device)
         # `folded` subtracts the input's mean, so the mean residual is what is left for `out`.
         self.params["out_nE"].copy_(mean_e)
         for p in self.params.values():
@@ -156,7 +171,7 @@ class _Horizon:
 
     def folded(self, params: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(down, shift, up, out) for inputs with the target's norm weight applied."""
-        down = torch.bmm(params["white_nRD"], self.white_nDD)
+        down = torch.bmm(params["white_nRD"], self.white) if self.config.whiten else params["white_nRD"] * self.white
         return down, params["shift_nR"] - torch.bmm(down, self.mean_nD.unsqueeze(2)).squeeze(2), params["up_nER"], params["out_nE"]
 
     def logits(self, u_nTD: torch.Tensor, params: dict[str, torch.Tensor], dropout: float = 0.0) -> torch.Tensor:
@@ -204,11 +219,12 @@ class Trainer:
         self.gates = [g.to(self.device) for g in gates]
         if len({(g.experts, g.hidden, g.top_k, g.kind, g.n_group, g.topk_group, g.norm_eps, g.bias_E is None) for g in self.gates}) != 1:
             raise ShapeError("MoE layers differ in shape or router kind", where="Trainer", do="fit groups of equal layers on their own")
-        self.horizons = [_Horizon(self.gates, h, config, self.device) for h in HORIZONS if h < len(gates)]
+        self.horizons = [_Horizon(self.gates, h, config, self.device) for h in config.horizons if h < len(gates)]
         self.done, self.started = 0, False
 
     def _inputs(self, taps: Taps) -> list[tuple[_Horizon, torch.Tensor, torch.Tensor]]:
         eps = self.gates[0].norm_eps
+        taps = taps.map(lambda t: t.to(self.device))
         after = unit_rms(taps.moe_input_LTD, eps)
         y = taps.logits_LTE.float()
         return [(h, unit_rms(taps.residual_LTD, eps) if h.horizon == 0 else after[: after.shape[0] - h.horizon], y[h.horizon :])
@@ -285,6 +301,15 @@ class Trainer:
                                             torch.ones(len(self.gates)), self.config.linear, [False] * lead + [True] * len(h.specs))
         return RoutingProbe(self.gates, residuals)
 
+    def averages(self) -> dict[str, torch.Tensor]:
+        """A copy of the averaged weights."""
+        return {f"h{h.horizon}.{k}": v.clone() for h, a in zip(self.horizons, self.average) for k, v in a.items()}
+
+    def set_averages(self, values: dict[str, torch.Tensor]) -> None:
+        for h, a in zip(self.horizons, self.average):
+            for k, v in a.items():
+                v.copy_(values[f"h{h.horizon}.{k}"])
+
     # resume ----------------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """Tensors by name, and the step count as a tensor: ready for safetensors."""
@@ -292,7 +317,7 @@ class Trainer:
         for h, average in zip(self.horizons, self.average):
             head = f"h{h.horizon}."
             out |= {head + k: v.detach() for k, v in h.params.items()} | {head + "average." + k: v for k, v in average.items()}
-            out |= {head + k: getattr(h, k) for k in ("mean_nD", "white_nDD", "std_n", "kl0_n")}
+            out |= {head + k: getattr(h, k) for k in ("mean_nD", "white", "std_n", "kl0_n")}
             for k, p in h.params.items():
                 for name, value in self.optimiser.state.get(p, {}).items():
                     out[f"{head}optimiser.{k}.{name}"] = torch.as_tensor(value).clone()
@@ -308,7 +333,7 @@ class Trainer:
                     raise ShapeError(f"the saved state has no fitting {head}{k}", where="Trainer", expected=str(tuple(p.shape)),
                                      do="use the settings it was saved with, or start a new output folder")
                 h.params[k] = value.to(self.device).clone().requires_grad_(True)
-            for k in ("mean_nD", "white_nDD", "std_n", "kl0_n"):
+            for k in ("mean_nD", "white", "std_n", "kl0_n"):
                 setattr(h, k, state[head + k].to(self.device))
             h.fresh = not bool(h.kl0_n.any())
         self._make_optimiser()
@@ -330,14 +355,19 @@ def schedule(done: int, config: FitConfig) -> float:
 
 def make_adamw(params: list[torch.Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """NVIDIA apex FusedAdam where it is really there (its name on PyPI is another package), else torch's fused AdamW."""
-    if params[0].is_cuda:
-        try:
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, adam_w_mode=True)
-        except Exception:  # apex absent, a namesake, or built without its kernels: each fails in its own way at import or construction
-            pass
+    apex = find_fused_adam() if params[0].is_cuda else None
+    if apex is not None:
+        return apex(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, adam_w_mode=True)
     return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, fused=True)
+
+
+def find_fused_adam() -> Any:
+    """apex's FusedAdam, or None when apex is absent, a namesake, or was built without its kernels."""
+    try:
+        optimizers, _ = importlib.import_module("apex.optimizers"), importlib.import_module("amp_C")
+    except ImportError:
+        return None
+    return getattr(optimizers, "FusedAdam", None)
 
 
 def batched_hits(z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:

@@ -1,0 +1,335 @@
+"""Fitting: it learns, stops, resumes as if never stopped, refuses to ship what is worse than nothing, runs data-parallel."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from moe_prefetch.errors import ArtefactError, ReleaseError, ShapeError
+from moe_prefetch.probes import RoutingProbe, metrics
+from moe_prefetch.probes.calibrate import calibrate, fit_temperature, margin_and_truth, reliability_plot
+from moe_prefetch.probes.fit import Memory, OnlineFit, fit, release
+from moe_prefetch.probes.probe import HORIZONS, Residual
+from moe_prefetch.probes.trainer import FitConfig, Taps, Trainer
+from moe_prefetch.runtime import Runtime
+from tests.probes.synthetic import D, E, K, L, gates, step
+
+CONFIG = FitConfig(rank=24, linear=12, steps=120, batch=256, lr=1e-2, ema=0.9, warmup=5)
+
+
+def recalls(probe: RoutingProbe, taps: Taps) -> list[float]:
+    out = []
+    for h in HORIZONS:
+        got = [metrics.recall(*margin_and_truth(probe, taps, t, h)) for t in range(h, probe.layers)]
+        out.append(sum(got) / len(got))
+    return out
+
+
+def trained(specs: list, config: FitConfig = CONFIG, steps: int | None = None) -> Trainer:
+    trainer, data = Trainer(specs, config), step(specs, 4096, 1).taps
+    trainer.accumulate(data)
+    trainer.start()
+    g = torch.Generator().manual_seed(0)
+    for _ in range(config.steps if steps is None else steps):
+        trainer.step(data.take(torch.randint(0, data.tokens, (config.batch,), generator=g)))
+    return trainer
+
+
+@pytest.mark.parametrize("kind", [{}, {"kind": "sigmoid_group", "n_group": 3, "topk_group": 2}])
+def test_training_beats_ridge_beats_the_stale_gate(kind: dict) -> None:
+    specs = gates(**kind)
+    if kind:
+        specs = [replace(s, bias_E=0.2 * torch.randn(E, generator=torch.Generator().manual_seed(5))) for s in specs]
+    held = step(specs, 2000, 2).taps
+    stale, ridge, probe = (recalls(p, held) for p in (RoutingProbe(specs), trained(specs, steps=0).probe(), trained(specs).probe()))
+    for h in HORIZONS:
+        assert ridge[h] > stale[h] + 0.01, (h, stale, ridge)
+    assert sum(probe) > sum(ridge) + (0.002 if kind else 0.02), (ridge, probe)
+
+
+def test_export_is_what_was_trained() -> None:
+    specs = gates()
+    trainer, held = trained(specs, steps=20), step(specs, 500, 2).taps
+    probe = trainer.probe()
+    found = trainer.evaluate(held)
+    for h in HORIZONS:
+        mine = [metrics.recall(*margin_and_truth(probe, held, t, h)) for t in range(h, L)]
+        assert mine == pytest.approx(found[h], abs=2e-3)  # near ties may fall otherwise in another order of sums
+        for t in range(h, L):
+            u = (held.residual_LTD if h == 0 else held.moe_input_LTD)[t - h]
+            horizon = trainer.horizons[h]
+            x = u.float() * torch.rsqrt(u.float().square().mean(-1, keepdim=True) + 1e-6)
+            want = horizon.logits(x.expand(len(horizon.specs), -1, -1), trainer.average[h])[t - h]
+            torch.testing.assert_close(probe.logits(t - h, h, u), want, atol=1e-4, rtol=1e-4)
+
+
+def test_diagonal_start_learns_too() -> None:
+    specs = gates()
+    held = step(specs, 2000, 2).taps
+    stale, probe = recalls(RoutingProbe(specs), held), recalls(trained(specs, replace(CONFIG, whiten=False)).probe(), held)
+    assert all(p > s + 0.01 for p, s in zip(probe, stale)), (stale, probe)
+
+
+def test_boundary_term_helps_at_the_boundary() -> None:
+    """The reason the term exists: with it the top-k is more often right than with divergence alone."""
+    specs = gates()
+    held = step(specs, 4000, 2).taps
+    with_, without = (sum(recalls(trained(specs, replace(CONFIG, rank_weight=w, steps=200)).probe(), held)) for w in (0.3, 0.0))
+    assert with_ > without
+
+
+def test_temperature_recovers_the_truth() -> None:
+    """Choices drawn with a known temperature: the fit finds it, from any scale of margins."""
+    g = torch.Generator().manual_seed(0)
+    for scale in (1e-3, 1.0, 1e3):
+        margin = scale * torch.randn(200_000, 1, generator=g)
+        chosen = torch.rand(200_000, 1, generator=g) < torch.sigmoid(margin / (0.7 * scale))
+        ids = torch.where(chosen, 0, 1)
+        pair = torch.cat([margin, -margin], 1)  # choosing 1 is as likely as not choosing 0
+        assert fit_temperature(pair, ids) == pytest.approx(0.7 * scale, rel=0.02)
+
+
+def test_calibration_lowers_the_error_and_survives_bad_rows() -> None:
+    specs = gates()
+    probe, held, test = trained(specs, steps=40).probe(), step(specs, 3000, 2).taps, step(specs, 3000, 3).taps
+
+    def error() -> float:
+        values = []
+        for h in HORIZONS:
+            for t in range(h, L):
+                margin, true = margin_and_truth(probe, test, t, h)
+                values.append(metrics.calibration_error(torch.sigmoid(margin / probe.residuals[h].temperature_L[t]), true))
+        return sum(values) / len(values)
+
+    before = error()
+    held.moe_input_LTD[:, 7] = float("nan")
+    calibrate(probe, held)
+    assert error() < 0.03 < before
+    with pytest.raises(ShapeError, match="finite"):
+        fit_temperature(torch.full((3, E), float("nan")), torch.zeros(3, K, dtype=torch.long))
+
+
+def test_reliability_plot_is_a_picture(tmp_path: Path) -> None:
+    p = torch.rand(500, 4)
+    reliability_plot(tmp_path / "a" / "r.png", {"h1": (p, p.topk(2).indices)})
+    assert (tmp_path / "a" / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# the loop -----------------------------------------------------------------------------------------------------------------
+class Log:
+    def __init__(self) -> None:
+        self.tags: dict[str, list[float]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.tags.setdefault(tag, []).append(value)
+
+
+def source(specs: list, shards: int = 3, tokens: int = 1024) -> Memory:
+    return Memory([step(specs, tokens, 10 + i) for i in range(shards)])
+
+
+def test_fit_writes_a_probe_that_loads_and_tells_its_figures(tmp_path: Path) -> None:
+    specs, log = gates(), Log()
+    held = {"a": step(specs, 800, 2).taps}
+    probe = fit(specs, source(specs), held, tmp_path, CONFIG, watch=log)
+    loaded = RoutingProbe.from_pretrained(tmp_path, specs)
+    assert recalls(loaded, held["a"]) == pytest.approx(recalls(probe, held["a"]), abs=0.01)
+    assert sum(recalls(loaded, held["a"])) > sum(recalls(RoutingProbe(specs), held["a"])) + 0.05
+    assert "| a | h1 |" in (tmp_path / "README.md").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["extra"]["fit"]["rank"] == CONFIG.rank
+    assert not (tmp_path / "fit-state").exists()
+    assert log.tags["fit/loss"][-1] < log.tags["fit/loss"][0] and log.tags["fit/held_out_recall"]
+
+
+def test_fit_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
+    specs = gates()
+    held = {"a": step(specs, 600, 2).taps}
+    log = Log()
+    # A rate far too high: no epoch is better than the start, which is what must be kept.
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, lr=3.0, steps=400), watch=log, patience=2)
+    assert len(log.tags["fit/held_out_recall"]) <= 4
+    start = recalls(trained_on(specs, source(specs)), held["a"])
+    assert recalls(RoutingProbe.from_pretrained(tmp_path, specs), held["a"]) == pytest.approx(start, abs=0.01)
+
+
+def trained_on(specs: list, data: Memory) -> RoutingProbe:
+    trainer = Trainer(specs, CONFIG)
+    trainer.accumulate(Taps.join([s.taps for s in data.steps]))
+    trainer.start()
+    return trainer.probe()
+
+
+class Stop(BaseException):
+    """Stands in for a kill."""
+
+
+class Dying(Runtime):
+    """Dies at the n-th call that touches the disk."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+
+    def fsync(self, fd: int) -> None:
+        self._count()
+        super().fsync(fd)
+
+    def replace(self, src: Path, dst: Path) -> None:
+        self._count()
+        super().replace(src, dst)
+
+
+def probe_of(folder: Path, specs: list) -> list[torch.Tensor]:
+    probe, x = RoutingProbe.from_pretrained(folder, specs), torch.randn(50, D, generator=torch.Generator().manual_seed(0))
+    return [probe.forecast(0, h, x) for h in HORIZONS]
+
+
+def test_a_fit_killed_at_any_moment_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    specs = gates()
+    held, config = {"a": step(specs, 300, 2).taps}, replace(CONFIG, steps=40)
+    fit(specs, source(specs), held, tmp_path / "whole", config)
+    want = probe_of(tmp_path / "whole", specs)
+    died = 0
+    for at in range(1, 60, 3):
+        out, runtime = tmp_path / f"k{at}", Dying(at)
+        try:
+            fit(specs, source(specs), held, out, config, runtime=runtime)
+        except Stop:
+            died += 1
+            fit(specs, source(specs), held, out, config)
+        for a, b in zip(want, probe_of(out, specs)):
+            assert torch.equal(a, b), f"killed at disk call {at}"
+    assert died > 5, "the runtime never died: the test tests nothing"
+
+
+def test_killed_between_epochs_it_repeats_at_most_one(tmp_path: Path) -> None:
+    specs, seen = gates(), []
+    held, config = {"a": step(specs, 300, 2).taps}, replace(CONFIG, steps=60)
+
+    def kill(done: int, total: int) -> None:
+        seen.append(done)
+        if done == 31:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(specs, source(specs), held, tmp_path, config, progress=kill)
+    fit(specs, source(specs), held, tmp_path, config, progress=lambda done, total: seen.append(done))
+    epoch = source(specs).tokens // config.batch
+    assert 31 - seen[31] < epoch, "the second run starts at the last epoch's end"
+
+
+def test_state_of_other_settings_or_damaged_is_refused(tmp_path: Path) -> None:
+    specs = gates()
+    held, config = {"a": step(specs, 300, 2).taps}, replace(CONFIG, steps=30)
+
+    def kill(done: int, total: int) -> None:
+        if done == 25:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(specs, source(specs), held, tmp_path, config, progress=kill)
+    with pytest.raises(ArtefactError, match="other settings"):
+        fit(specs, source(specs), held, tmp_path, replace(config, lr=1e-4))
+    file = next((tmp_path / "fit-state").glob("epoch-*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ArtefactError, match=file.name):
+        fit(specs, source(specs), held, tmp_path, config)
+
+
+# the release gate ---------------------------------------------------------------------------------------------------------
+def test_a_probe_below_the_stale_gate_on_any_domain_is_refused(tmp_path: Path) -> None:
+    specs = gates()
+    # Layers that change nothing: the stale gate is all but perfect there, and a probe trained on the other domain is worse.
+    home, away = step(specs, 800, 2).taps, step(specs, 800, 3, shift=4.0, scale=0.02).taps
+    with pytest.raises(ReleaseError, match="away at horizon"):
+        fit(specs, source(specs), {"home": home, "away": away}, tmp_path / "p", CONFIG)
+    assert not (tmp_path / "p" / "config.json").exists()
+    fit(specs, source(specs), {"home": home, "away": away}, tmp_path / "p", CONFIG, force=True)
+    assert "by force" in (tmp_path / "p" / "README.md").read_text()
+
+
+def test_a_single_losing_layer_falls_back_and_says_so() -> None:
+    specs = gates()
+    trainer = trained(specs)
+    probe, held = trainer.probe(), {"a": step(specs, 1500, 2).taps}
+    r = probe.residuals[1]
+    # Noise instead of what was learnt: wrong, but not so wrong that the mean over layers falls below the floor.
+    r.up_LER[2] = 0
+    r.out_LE[2] = 0.25 * torch.randn(E, generator=torch.Generator().manual_seed(0))
+    probe.refresh()
+    report = release(probe, held)
+    assert report.fallback == {1: [2]} and r.used_L[2] is False and not report.refused
+    x = torch.randn(5, D)
+    assert torch.equal(probe.logits(1, 1, x), RoutingProbe(specs).logits(1, 1, x))
+
+
+# online and parallel ------------------------------------------------------------------------------------------------------
+def test_online_fit_beside_a_running_model(tmp_path: Path) -> None:
+    specs = gates()
+    online = OnlineFit(specs, replace(CONFIG, steps=60), moment_tokens=1024, held_out_tokens=600)
+    with torch.inference_mode():  # as generate() runs
+        for i in range(90):
+            s = step(specs, 128, 100 + i)
+            online.listener.step_begin(1, 128)
+            for layer in range(L):
+                online.listener.residual(layer, s.taps.residual_LTD[layer])
+                online.listener.moe_input(layer, s.taps.moe_input_LTD[layer])
+                online.listener.routed(layer, s.taps.logits_LTE[layer], s.ids_TLK[:, layer])
+            online.listener.step_end()
+    probe = online.finish(tmp_path)
+    test = step(specs, 1000, 2).taps
+    assert all(p > s + 0.01 for p, s in zip(recalls(probe, test), recalls(RoutingProbe(specs), test)))
+    with pytest.raises(ShapeError, match="too few"):
+        OnlineFit(specs, CONFIG).finish(tmp_path)
+
+
+def _worker(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    specs = gates()
+    # Shards of unequal length: the ranks must still make the same number of steps.
+    data = Memory([step(specs, n, 10 + i) for i, n in enumerate((1500, 400, 700))])
+    trainer_held = {"a": step(specs, 300, 2).taps}
+    probe = fit(specs, data, trainer_held, Path(folder) / "out", replace(CONFIG, steps=30, batch=128))
+    torch.save([r.up_LER for r in probe.residuals], f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_hold_the_same_weights_and_write_once(tmp_path: Path) -> None:
+    mp.start_processes(_worker, (2, str(tmp_path)), nprocs=2, start_method="fork")
+    a, b = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(a, b))
+    specs = gates()
+    held = step(specs, 1000, 3).taps
+    assert sum(recalls(RoutingProbe.from_pretrained(tmp_path / "out", specs), held)) > sum(recalls(RoutingProbe(specs), held)) + 0.05
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ShapeError):
+        FitConfig(rank=8, linear=9)
+    with pytest.raises(ShapeError, match="held-out"):
+        fit(gates(), source(gates()), {}, "nowhere", CONFIG)
+    odd = gates()[:3] + [replace(gates()[3], top_k=K + 1)]
+    with pytest.raises(ShapeError, match="differ"):
+        Trainer(odd, CONFIG)
+    other = trained(gates(), replace(CONFIG, rank=16, linear=8), steps=1)
+    with pytest.raises(ShapeError, match="no fitting"):
+        Trainer(gates(), CONFIG).load_state(other.state())
+
+
+def test_zero_residual_has_no_effect_on_release() -> None:
+    specs = gates()
+    probe = RoutingProbe(specs, [Residual.zero(L, E, D, 4)] * 3)
+    report = release(probe, {"a": step(specs, 200, 2).taps})
+    assert not report.refused and not report.fallback
