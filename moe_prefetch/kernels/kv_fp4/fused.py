@@ -1,0 +1,123 @@
+"""What the kernels over FP4 pages share: elements of a page on their way to the tensor cores, exponentials, masks.
+
+A byte of `planes` codes is two E2M1 values whose bits, masked, are E5M2 (docs/kv.md). Inline assembly does not run under Triton's
+interpreter; there the same bits are made with uint8 arithmetic, dots run in FP32, and loop bounds are Python numbers (NumPy 2.4 takes no
+index from Triton 3.6's tensors).
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+NONE = tl.constexpr(-1.0e30)  # a maximum before anything was seen: finite, so that no difference is Inf - Inf
+
+
+@triton.jit
+def hi_plane(x):
+    if ASM:
+        y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x8E8E8E8E;", "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        y = x & 0x8E
+    return y.to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
+def lo_plane(x):
+    if ASM:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shr.u32 a, $1, 3; shl.b32 b, $1, 7; and.b32 a, a, 0x0E0E0E0E; lop3.b32 $0, b, 0x80808080, a, 0xEA; }",
+            "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        y = ((x >> 3) & 0x0E) | ((x << 7) & 0x80)
+    return y.to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
+def dot(a, b, acc):
+    if ASM:
+        return tl.dot(a, b, acc)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+
+
+@triton.jit
+def to_e4m3(x):
+    """FP32 to E4M3; in the interpreter, whose own cast is wrong by up to half a value, FP32 rounded to E4M3's values."""
+    if ASM:
+        y = x.to(tl.float8e4nv)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        y = ((bits + 0x7FFFF + (bits >> 20 & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        y = tl.where(tl.abs(x) < 0.015625, ((x * 512.0 + 12582912.0) - 12582912.0) / 512.0, y)
+    return y
+
+
+@triton.jit
+def terms(x):
+    """x as hi + lo, hi exact in E4M3, in FP32."""
+    hi = to_e4m3(x).to(tl.float32)
+    return hi, x - hi
+
+
+@triton.jit
+def exp2(x):
+    if ASM:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def scale_of(word, i: tl.constexpr):
+    """Byte i of an int32, a positive E4M3, as value * 2^-120 (FP32 denormals included)."""
+    return ((word >> (8 * i) & 0x7F) << 20).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_of(word):
+    """The low 16 bits, an FP16 number, in FP32."""
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def word_of(at, t_T, WIDTH: tl.constexpr):
+    """`WIDTH` <= 4 bytes of each token's row at byte pointer `at`, in the low bits of an int32.
+
+    A copy to shared memory takes 4 bytes at least.
+    """
+    w_T = tl.load(at.to(tl.pointer_type(tl.int32)) + t_T * WIDTH // 4)
+    if WIDTH < 4:
+        w_T = w_T >> (t_T * WIDTH % 4 * 8)
+    return w_T
+
+
+@triton.jit
+def seen(s_TR, kpos_T, there_T, qpos_R, T: tl.constexpr, SLIDING: tl.constexpr):
+    """-inf where a key is absent, or not visible to its query."""
+    if T == 1 and SLIDING == 0:
+        return tl.where(there_T[:, None], s_TR, float("-inf"))
+    seen_TR = there_T[:, None] & (kpos_T[:, None] <= qpos_R[None, :])
+    if SLIDING > 0:
+        seen_TR = seen_TR & (kpos_T[:, None] > qpos_R[None, :] - SLIDING)
+    return tl.where(seen_TR, s_TR, float("-inf"))
+
+
+@triton.jit
+def bend(s_TR, SOFTCAP: tl.constexpr):
+    """Soft-cap of scores in log2 units: c tanh(s / c)."""
+    c: tl.constexpr = SOFTCAP * 1.4426950408889634
+    e = exp2(-tl.abs(s_TR) * (2.0 / SOFTCAP))
+    y = (1.0 - e) / (1.0 + e) * c
+    return tl.where(s_TR < 0, -y, y)
+
+
+@triton.jit
+def fetch(at, BYTES: tl.constexpr):
+    """Ask L2 for a record, 128 bytes a thread."""
+    if ASM:
+        line = tl.arange(0, 128)
+        for i in tl.static_range((BYTES + 16383) // 16384):
+            off = tl.minimum((line + i * 128) * 128, BYTES - 1)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + off], dtype=tl.int32, is_pure=False, pack=1)
