@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..types import PROB_ONE, Forecast, Move, Plan, Residency, SlotState
 
-WASTE = 4        # sixteenths of a miss that a useless move costs: what it takes from the link and from the moves behind it
+WASTE = 10       # sixteenths of a miss that a useless move costs: what it takes from the link and from the moves behind it
 KEEP = 12        # sixteenths: what the recent load says about the steps after this one
 HYSTERESIS = PROB_ONE // 16  # gain below which a slot is left alone
 

@@ -134,7 +134,7 @@ def test_a_slot_is_left_alone_for_a_gain_below_the_hysteresis(nearly):
 def test_an_expert_that_will_hardly_be_used_does_not_hide_one_that_will():
     """Seen: a high recent load with a low forecast came first in the order, did not pay, and ended the plan."""
     residency = Residency(0, ready(-1), (PROB_ONE - 1, 0))
-    forecast = Forecast(0, 0, 2, (PROB_ONE // 10, PROB_ONE * 3 // 10))
+    forecast = Forecast(0, 0, 2, (PROB_ONE // 10, PROB_ONE // 2))
     assert [m.expert for m in plan_value(residency, forecast, Budget(1)).moves] == [1]
 
 
