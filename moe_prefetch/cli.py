@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Mixture-of-Experts inference without waiting for experts or for the KV cache.")
-out, err = Console(), Console(stderr=True)
+# Into a file or a pipe tables are as wide as they need; a terminal says how wide it is.
+out, err = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print(table: Table) -> None:
-    rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
+    rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))
     for i, column in enumerate(table.columns):
         numeric = bool(table.rows) and not isinstance(table.rows[0][i], str)
         rich.add_column(column, justify="right" if numeric else "left", overflow="fold")

@@ -5,6 +5,7 @@ Everything is measured in this process on SmolMoE (30 layers, 32 experts, top-4)
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -177,21 +178,23 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
             for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted", "stall_s"):
                 setattr(d, key, getattr(d, key) + getattr(t, key))
         base = lru.get(r.share)
-        rows.append((r.share, r.name, same, d.hit, d.late, d.miss, f"{r.unmet / base.unmet - 1:+.0%}" if base and base.unmet else "",
+        rows.append((r.name, r.share, same, d.hit, d.late, d.miss, f"{r.unmet / base.unmet - 1:+.0%}" if base and base.unmet else "",
                      size(d.bytes_moved), f"{r.bytes_read / base.bytes_read:.2f}x" if base and base.bytes_read else "",
                      size(d.bytes_wasted),
                      f"{1e3 * d.stall_s / sum(map(len, r.tokens)):.2f}", f"{r.per_second:.1f}", size(r.held) if r.held else ""))
-    report.tables.append(Table("Experts", ("resident", "plan", "tokens", "hit", "late", "miss", "late+miss vs lru", "bytes read", "vs lru",
-                                           "bytes wasted", "stall ms/token", "tokens/s", "experts hold"), rows,
-                               "Prefill and decode together; each distinct expert of a layer and pass counts once. `oracle` knows the "
-                               "future: no forecast can do better. tokens/s include prefill and depend on what else this machine does; "
-                               "counts and bytes hardly do."))
+    report.tables.append(Table(
+        "Experts", ("plan", "resident", "tokens", "hit", "late", "miss", "unmet", "read", "x lru", "wasted", "stall", "tok/s", "held"),
+        rows,
+        "Prefill and decode together; each distinct expert of a layer and pass counts once. unmet: late + miss against lru; x lru: bytes "
+        "read against lru; wasted: read ahead, thrown out unread; stall: ms per token spent waiting; held: bytes of experts in memory. "
+        "`oracle` knows the future: no forecast can do better. tok/s include prefill and depend on what else this machine does; counts "
+        "and bytes hardly do."))
     report.tables.append(Table(
         "KV cache",
-        ("format", "bytes/token", f"bits/element at {KV_TOKENS}", "bits/element at 32k", "perplexity", "logit KL", "same top-1"),
-        [(r.format, r.bytes_per_token, r.bits_short, r.bits_long, r.perplexity, r.kl, f"{r.agreement:.1%}") for r in kv],
-        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}. Everything is counted: codes, scales, outliers, sinks, "
-        "window, tables, and half-filled pages, which weigh most at short lengths."))
+        ("format", "bytes/token", f"bits at {KV_TOKENS}", "bits at 32k", "perplexity", "logit KL", "same top-1"),
+        [(r.format, round(r.bytes_per_token), r.bits_short, r.bits_long, r.perplexity, r.kl, f"{r.agreement:.1%}") for r in kv],
+        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}; bits per element of K and V. Everything is counted: codes, "
+        "scales, outliers, sinks, window, tables, and half-filled pages, which weigh most at short lengths."))
     report.tables.append(Table("Texts", ("prompt", "continuation (the same in every run)"), list(texts.items())))
     plans = [r for r in runs if r.share in SHARES]
     labels = [f"{r.name}\n{r.share}" for r in plans]
@@ -232,6 +235,8 @@ def run(folder: Path, *, new_tokens: int, drive: DriveConfig | None, probe: Path
         steps[0] += 1
         progress(what, steps[0], steps[1])
 
+    # One core is left to the mover threads; the model is too small to gain from more than a few.
+    torch.set_num_threads(max(1, min(4, len(os.sched_getaffinity(0)) - 1)))
     progress("building and loading SmolMoE", 0, steps[1])
     model, tokenizer = smolmoe.load()
     probe = probe or smolmoe.probe_dir("mixed")

@@ -50,7 +50,7 @@ def test_the_report_holds_every_run(runs, tmp_path):
     report = demo.demo_report(runs, kv, demo.DRIVE, {"prose": "a | b\nc"})
     folder = report.save(tmp_path / "out")
     text = (folder / "report.md").read_text()
-    assert "modelled" in text and "a \\| b c" in text and text.count("identical") >= len(runs)
+    assert "modelled" in text and "a \\| b c" in text and text.count("| identical |") >= len(runs)
     assert {p.name for p in folder.iterdir()} == {"report.md", "report.json", "experts.png", "bytes.png", "stall.png", "kv.png"}
     data = json.loads((folder / "report.json").read_text())["data"]
     assert data["tokens_identical"] is True and len(data["runs"]) == len(runs)
