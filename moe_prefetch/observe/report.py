@@ -149,7 +149,7 @@ def bars(series: Mapping[str, Sequence[float]], labels: Sequence[str], ylabel: s
         axes.set_ylabel(ylabel)
         axes.tick_params(axis="x", labelrotation=30)
         if len(series) > 1:
-            axes.legend(frameon=False, ncols=len(series))
+            axes.legend(frameon=False, ncols=len(series), loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
     return draw
 
