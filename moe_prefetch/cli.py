@@ -32,7 +32,8 @@ def _errors() -> Iterator[None]:
         err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt:
-        err.print("interrupted: the model is as it was, temporary files are gone, nothing was written", style="yellow", soft_wrap=True)
+        err.print("interrupted: the model is as it was and temporary files are gone; what was recorded or checkpointed before stays",
+                  style="yellow", soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -108,6 +109,47 @@ def validate(config: Annotated[Path, typer.Argument(help="A YAML config, or a De
         err.print(f"{config}: {count}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
     out.print(f"{config}: no problems", style="green", markup=False, highlight=False)
+
+
+Model = Annotated[str, typer.Option(help="smolmoe, or a folder with a transformers checkpoint of a supported family.")]
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the trace. Called again on it, recording goes on where it stopped.")],
+    model: Model = "smolmoe",
+    text: Annotated[list[Path] | None, typer.Option(help="Text file; may be given several times. Default: Python's documentation.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Stop after this many tokens.")] = None,
+    cap_mb: Annotated[float, typer.Option(min=1, help="Stop at this many megabytes.")] = 1024.0,
+) -> None:
+    """Record hidden states and router decisions of a model on text: what `fit` learns from."""
+    from .probes import jobs
+
+    with _errors(), _progress() as progress:
+        found = jobs.run_trace(model, folder, texts=text or (), cap_mb=cap_mb, tokens=tokens,
+                               progress=lambda done, total: progress("recording", done, total))
+    out.print(f"{folder}: {sum(s['tokens'] for s in found.manifest['shards']):,} tokens in {len(found)} shards", highlight=False)
+
+
+@app.command()
+def fit(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the probe. An interrupted fit goes on from its last checkpoint.")],
+    model: Model = "smolmoe",
+    traces: Annotated[list[Path] | None, typer.Option("--trace", help="Trace folder, one a domain; may be given several times.")] = None,
+    held_out: Annotated[list[Path] | None, typer.Option(help="Trace that is only judged on. Default: the end of every trace.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Record a little of Python's documentation and fit on it, in minutes.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write a probe that is below the stale gate on a held-out domain, too.")] = False,
+) -> None:
+    """Fit routing probes and write them with a card of figures. Refuses one that is worse than the unfitted gate on any held-out domain."""
+    from .probes import jobs
+
+    with _errors():
+        with _progress() as progress:
+            stage = ["starting"]
+            jobs.run_fit(model, folder, traces=traces or (), held_out=held_out or (), quick=quick, force=force,
+                         stage=lambda text: stage.__setitem__(0, text), progress=lambda done, total: progress(stage[0], done, total))
+        out.print((folder / "README.md").read_text(), markup=False, highlight=False)
+        out.print(f"probe: {folder}   (probe: {{path: {folder}}} in a config)", markup=False, highlight=False)
 
 
 def main() -> None:

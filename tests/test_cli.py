@@ -12,7 +12,7 @@ run = CliRunner().invoke
 
 def test_help_names_every_verb():
     text = run(cli.app, ["--help"]).output
-    assert all(verb in text for verb in ("demo", "env", "validate"))
+    assert all(verb in text for verb in ("demo", "env", "validate", "trace", "fit"))
 
 
 def test_flags_are_frozen():
@@ -21,6 +21,8 @@ def test_flags_are_frozen():
     group = typer.main.get_command(cli.app)
     flags = {name: sorted(o for p in command.params for o in p.opts if o != "--help") for name, command in group.commands.items()}
     assert flags["demo"] == ["--out", "--probe", "--real-drive", "--tokens"]
+    assert flags["trace"] == ["--cap-mb", "--model", "--out", "--text", "--tokens"]
+    assert flags["fit"] == ["--force", "--held-out", "--model", "--out", "--quick", "--trace"]
     assert flags["env"] == [] and flags["validate"] == ["config"]
 
 
@@ -42,7 +44,7 @@ def test_env_prints_the_block():
 
 @pytest.mark.parametrize(("error", "code", "words"), [
     (MoEPrefetchError("it broke", where="here", do="mend it"), 1, "What to do: mend it"),
-    (KeyboardInterrupt(), 130, "nothing was written")])
+    (KeyboardInterrupt(), 130, "temporary files are gone")])
 def test_demo_ends_with_one_clear_paragraph(monkeypatch, tmp_path, error, code, words):
     def fail(*args, **kwargs):
         raise error
