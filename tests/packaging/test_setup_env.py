@@ -27,6 +27,7 @@ class World:
         self.root, self.installed, self.fail = root, [], None  # type: tuple[Path, list[str], BaseException | None]
         monkeypatch.setattr(self.module, "pip_install", self.pip_install)
         monkeypatch.setattr(self.module, "python_works", lambda: (self.module.VENV / "bin/python").exists())
+        monkeypatch.setattr(self.module, "has_triton", lambda: True)
         monkeypatch.setattr(self.module.venv, "create", self.create)
 
     def create(self, folder: Path, **_: object) -> None:
@@ -48,6 +49,14 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
+
+
+def test_the_tests_get_a_triton_where_torch_brings_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.module, "has_triton", lambda: False)
+    world.set_up("demo")
+    assert world.module.TRITON not in world.installed
+    world.set_up("test")
+    assert world.installed[-1] == world.module.TRITON
 
 
 def test_the_second_call_does_nothing(world: World) -> None:
