@@ -116,15 +116,53 @@ def ids_ridge(train: Routing, strength: float = 100.0, window: int = 1) -> Predi
 
     def predict(routing: Routing, layer: int, horizon: int) -> torch.Tensor:
         if (layer, horizon) not in weights:
-            x, y = features(train, layer, horizon).double(), train.hot(layer).double()
-            mean_x, mean_y = x.mean(0), y.mean(0)
-            x, y = x - mean_x, y - mean_y
-            w = torch.linalg.solve(x.T @ x + strength * torch.eye(x.shape[1], dtype=torch.float64), x.T @ y)
-            weights[layer, horizon] = (w.float(), (mean_y - mean_x @ w).float())
+            weights[layer, horizon] = _solve(features(train, layer, horizon), train.hot(layer), strength)
         w, b = weights[layer, horizon]
         return features(routing, layer, horizon) @ w + b
 
     return predict
+
+
+def ids_context(train: Routing, strength: float = 100.0, window: int = 8, decays: tuple[float, ...] = (0.8, 0.98)) -> Predictor:
+    """The forecast for traces without hidden states: the ridge of `ids_ridge` over the routing of up to `window` layers up to the tap, with
+    what the sequence did before at the target layer: its last token, and its recent load at two speeds. The window says what the token
+    is, the load what the text is about; the load is what carries over to a domain the fit has not seen.
+    """
+    weights: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def features(routing: Routing, layer: int, horizon: int) -> torch.Tensor:
+        tap = layer - max(horizon, 1)
+        if tap < 0:
+            raise ShapeError(f"layer {layer} has no tap at horizon {horizon}", where="ids_context", do="ask for a later layer")
+        loads = [_load(routing, layer, decay) for decay in decays]
+        return torch.cat([*(routing.hot(i) for i in range(max(0, tap - window + 1), tap + 1)), routing.previous(layer), *loads], 1)
+
+    def predict(routing: Routing, layer: int, horizon: int) -> torch.Tensor:
+        if (layer, horizon) not in weights:
+            weights[layer, horizon] = _solve(features(train, layer, horizon), train.hot(layer), strength)
+        w, b = weights[layer, horizon]
+        return features(routing, layer, horizon) @ w + b
+
+    return predict
+
+
+def _load(routing: Routing, layer: int, decay: float) -> torch.Tensor:
+    """Exponential average over the tokens before, zero at a sequence's start: float32 [T, E]."""
+    hot = routing.hot(layer)
+    out, load = torch.zeros_like(hot), torch.zeros(routing.experts)
+    for t, fresh in enumerate(routing.start_T.tolist()):
+        load = torch.zeros(routing.experts) if fresh else decay * load + (1 - decay) * hot[t - 1]
+        out[t] = load
+    return out
+
+
+def _solve(x_TF: torch.Tensor, y_TE: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ridge regression with an unpunished intercept: weights [F, E] and intercept [E]."""
+    x, y = x_TF.double(), y_TE.double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    x, y = x - mean_x, y - mean_y
+    w = torch.linalg.solve(x.T @ x + strength * torch.eye(x.shape[1], dtype=torch.float64), x.T @ y)
+    return w.float(), (mean_y - mean_x @ w).float()
 
 
 def oracle() -> Predictor:

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from moe_prefetch.errors import ShapeError
 from moe_prefetch.probes import baselines, metrics
 from moe_prefetch.probes.baselines import Routing
+from moe_prefetch.probes.traces import read_ids
 
 E = 8
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -108,10 +108,30 @@ def test_perfect_probabilities_have_no_calibration_error() -> None:
 
 @pytest.mark.skipif(not DATA.exists(), reason="third-party routing traces are not beside this checkout")
 def test_ridge_on_real_traces_beats_popularity() -> None:
-    def load(name: str) -> Routing:
-        z = np.load(DATA / f"{name}_topk_ids.npz")
-        return Routing.from_lengths(torch.from_numpy(z["expert_ids"]).long(), torch.from_numpy(z["seq_lens"]), 64)
+    train, test = read_ids(DATA / "law_topk_ids.npz", 64), read_ids(DATA / "translation_topk_ids.npz", 64)
+    popular = score(baselines.popularity(train), test, 12, 1)
+    assert score(baselines.ids_ridge(train), test, 12, 1) > popular + 0.05
 
-    train, test = load("law"), load("translation")
-    ridge, popular = score(baselines.ids_ridge(train), test, 12, 1), score(baselines.popularity(train), test, 12, 1)
-    assert ridge > popular + 0.1 and ridge > 0.4
+
+@pytest.mark.skipif(not DATA.exists(), reason="third-party routing traces are not beside this checkout")
+@pytest.mark.parametrize(("learn", "judge"), [("law", "translation"), ("translation", "law")])
+def test_ids_predictor_beats_every_ridge_across_tasks(learn: str, judge: str) -> None:
+    """Also the ridge that sees as many layers as it does."""
+    train, test = (read_ids(DATA / f"{n}_topk_ids.npz", 64) for n in (learn, judge))
+    for horizon in (1, 2):
+        layers = (14,)
+        ours = sum(score(baselines.ids_context(train), test, layer, horizon) for layer in layers)
+        for strength, window in ((100.0, 1), (100.0, 8)):
+            ridge = sum(score(baselines.ids_ridge(train, strength, window), test, layer, horizon) for layer in layers)
+            assert ours > ridge, (horizon, strength, window, ours, ridge)
+
+
+def test_ids_predictor_uses_the_past_of_its_own_sequence_only() -> None:
+    train, r = routing(1), routing(2)
+    predict = baselines.ids_context(train)
+    whole = predict(r, 2, 1)
+    second = Routing(r.ids_TLK[100:], r.start_T[100:], E)
+    torch.testing.assert_close(whole[100:], predict(second, 2, 1))
+    changed = r.ids_TLK.clone()
+    changed[200:] = changed[200:].flip(0)
+    torch.testing.assert_close(whole[:200], predict(Routing(changed, r.start_T, E), 2, 1)[:200])
