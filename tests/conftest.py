@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels run under its interpreter. It is chosen when a kernel is defined, so here, before any test imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
