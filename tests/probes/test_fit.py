@@ -307,7 +307,7 @@ def _worker(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_ranks_hold_the_same_weights_and_write_once(tmp_path: Path) -> None:
-    mp.start_processes(_worker, (2, str(tmp_path)), nprocs=2, start_method="fork")
+    mp.start_processes(_worker, (2, str(tmp_path)), nprocs=2, start_method="spawn")
     a, b = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a, b))
     specs = gates()
