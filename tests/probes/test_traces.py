@@ -243,3 +243,11 @@ def test_real_ids_are_read_whole() -> None:
 
 def test_hidden_size_of_the_trace_is_that_of_the_model() -> None:
     assert step(gates(), 3, 0).taps.moe_input_LTD.shape == (L, 3, D)
+
+
+def test_the_sample_trace_of_the_repository_is_whole() -> None:
+    step_ = Trace(Path(__file__).resolve().parents[2] / "examples" / "smolmoe" / "trace-sample").all()
+    assert step_.taps.residual_LTD.shape == (30, 12, 576) and step_.ids_TLK.shape == (12, 30, 4)
+    # The router's choice is the top-4 of the logits recorded beside it.
+    best = step_.taps.logits_LTE.topk(4, -1).indices.transpose(0, 1)
+    assert torch.equal(best.sort(-1).values, step_.ids_TLK.sort(-1).values)
