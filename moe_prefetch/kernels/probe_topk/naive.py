@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +89,9 @@ def probe_topk_naive(hidden_TD: torch.Tensor, weight_HND: torch.Tensor, shift_HR
     return ids, (union * PROB_ONE).round().to(torch.int32)
 
 
-def pack(gates: Sequence, parts: Sequence, sharp: Sequence[float], linear: int, dtype: torch.dtype) -> TapWeights:
-    """The targets of one tap. `gates`: their GateSpecs; `parts`: (down_RD, shift_R, up_ER, out_E) or None for a stale gate."""
+def pack(gates: Sequence[Any], parts: Sequence[tuple[torch.Tensor, ...] | None], sharp: Sequence[float], linear: int,
+         dtype: torch.dtype) -> TapWeights:
+    """The targets of one tap. `gates`: their `GateSpec`s; `parts`: (down_RD, shift_R, up_ER, out_E) or None for a stale gate."""
     first = gates[0]
     rank = max([p[0].shape[0] for p in parts if p is not None], default=1)
     weight, shift, up, out, bias = [], [], [], [], []
