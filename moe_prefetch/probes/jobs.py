@@ -23,7 +23,7 @@ from .trainer import FitConfig, Taps
 Progress = Callable[[int, int], None]
 # Sized for two CPU cores and five minutes, of which recording takes the most.
 QUICK = FitConfig(rank=40, linear=32, steps=30, batch=768, lr=3e-3, ema=0.9, warmup=5)
-QUICK_TOKENS, QUICK_HELD_OUT, QUICK_WINDOW, QUICK_RECORD_S = 14_336, 2_048, 256, 120.0
+QUICK_TOKENS, QUICK_HELD_OUT, QUICK_WINDOW, QUICK_RECORD_S = 10_240, 2_048, 256, 90.0
 
 
 def load_model(model: str) -> tuple[Any, Any]:
