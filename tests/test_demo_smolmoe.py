@@ -1,4 +1,4 @@
-"""What the demo claims, on the real model: the probe's plan waits for far fewer experts than LRU, for few more bytes, with the same tokens."""
+"""The demo's claim on the real model: the probe waits for far fewer experts than LRU, for few more bytes, with the same tokens."""
 from __future__ import annotations
 
 import pytest
