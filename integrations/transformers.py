@@ -235,6 +235,17 @@ class TransformersModel:
             cache.layer_class_to_replicate = None
         return kwargs
 
+    def check_kv(self, kv: KVConfig) -> None:
+        if kv.format == "fp16" and not kv.layers:
+            return
+        from moe_prefetch.integrations.transformers_cache import PagedLayer, make_cache
+
+        text = self.model.config.get_text_config(decoder=True)
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for layer in make_cache(self.model.config, kv).layers:
+            if isinstance(layer, PagedLayer):
+                layer.layout(dim, dim)
+
     def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
         with _SERVED_LOCK:
             self.check_free()

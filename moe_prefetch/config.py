@@ -132,6 +132,10 @@ class Config(_Section):
                 faults.append("probe.path is set, but experts.home: local moves nothing; set home: disk or drop it")
         if experts.plan == "probe" and self.probe.path is None:
             faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
+        if all(name == "fp16" for name in (self.kv.format, *self.kv.layers.values())):
+            for key in ("window", "sinks", "outliers", "calibration"):
+                if getattr(self.kv, key) != KVConfig.model_fields[key].default:
+                    faults.append(f"kv.{key} is set, but kv.format: fp16 keeps everything as it is; set another format or drop {key}")
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -311,5 +315,6 @@ def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int
                           do="raise experts.resident")
     if slots > num_experts:
         raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
-                          expected=f"1 to {num_experts} slots", do="lower experts.resident, or write 100%")
+                          expected=f"1 to {num_experts} slots; all experts together are {num_layers * num_experts * record_bytes} bytes",
+                          do="lower experts.resident; if everything fits, home: local needs no slots")
     return slots

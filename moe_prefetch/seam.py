@@ -64,6 +64,9 @@ class HostModel(Protocol):
     def check_free(self) -> None:
         """Raises SessionError when a session is attached already or the weights are not in memory."""
 
+    def check_kv(self, kv: KVConfig) -> None:
+        """Raises ConfigError, ShapeError or ArtefactError where the model's cache can't be kept as `kv` says."""
+
     def release(self) -> None:
         """Give the experts' memory back, and refuse to save or load them; `tensors` is not called until `restore`.
 

@@ -63,7 +63,7 @@ def test_the_callers_dict_is_left_alone():
 
 def test_paths_are_relative_to_the_file(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
-    path = write(tmp_path / "sub", "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {calibration: /abs/cal}\n")
+    path = write(tmp_path / "sub", "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {format: fp8, calibration: /abs/cal}\n")
     monkeypatch.chdir(tmp_path)
     c = load(os.path.relpath(path))
     assert c.experts.path == tmp_path / "sub" / "records"
@@ -270,3 +270,10 @@ def test_the_schema_names_every_key():
     for section in (Config, ExpertsConfig):
         for key in section.model_fields:
             assert f'"{key}"' in schema
+
+
+def test_kv_settings_without_a_format_to_act_on_are_refused():
+    """Seen by a newcomer: a window, outliers and a missing calibration were taken and ignored under the default format."""
+    found = problems({"kv": {"window": 128, "outliers": "sigma", "calibration": "nowhere"}})
+    assert len(found) == 3 and all("kv.format: fp16" in p for p in found)
+    assert load({"kv": {"window": 128, "layers": {0: "fp8"}}}).kv.window == 128
