@@ -74,7 +74,9 @@ class Session:
         self._pass_lock = threading.Lock()
         self._attached = False
         self._mover: Mover | None = None
+        self._held: int | None = None
         self._clock = [0.0, 0.0]  # last tap, mean seconds from layer to layer
+        host.check_kv(config.kv)
         self.policy = _policy(config, plan, forecaster)
         self._forecaster = forecaster or self._probe()
         if config.experts.home == "local":
@@ -245,9 +247,10 @@ class Session:
 
     # looking --------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> dict[str, int]:
-        """Expert bytes: `resident` in this process now, `total` of the model."""
+        """Expert bytes: `resident` in this process while attached (also asked afterwards), `total` of the model."""
         total = self.ledger.record_bytes * self.num_layers * self.num_experts
-        return {"resident": self._mover.held_bytes() if self._mover else total, "total": total}
+        held = self._mover.held_bytes() if self._mover else self._held
+        return {"resident": total if held is None else held, "total": total}
 
     def report(self) -> Report:
         """Tables and figures of everything since attach; `.save(folder)` writes them."""
@@ -307,6 +310,7 @@ class Session:
         # Each part may be repeated: an interrupt in here leaves a session that `detach` ends.
         self._host.uninstall()
         if self._mover is not None:
+            self._held = self._mover.held_bytes()
             self._mover.close()
             self._mover.store.close()
             self._mover = None

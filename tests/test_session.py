@@ -27,7 +27,15 @@ from transformers import (
 
 import moe_prefetch
 from moe_prefetch.config import load
-from moe_prefetch.errors import BudgetError, ConfigError, DeadlineError, SessionError, ShapeError, UnsupportedModelError
+from moe_prefetch.errors import (
+    BudgetError,
+    ConfigError,
+    DeadlineError,
+    MoEPrefetchError,
+    SessionError,
+    ShapeError,
+    UnsupportedModelError,
+)
 from moe_prefetch.integrations import transformers as integration
 from moe_prefetch.runtime import REAL
 from moe_prefetch.seam import open_model
@@ -754,3 +762,22 @@ def test_a_cache_given_by_place_stays_the_callers():
         again = DynamicCache(config=model.config)
         model.model(input_ids=prompt(), past_key_values=again)
         assert torch.equal(model.model(input_ids=prompt(1, 1), past_key_values=again).last_hidden_state, first)
+
+
+@pytest.mark.parametrize("kv", [{"format": "fp4-quality", "calibration": "nowhere"}, {"format": "fp8", "layers": {99: "fp8"}}])
+def test_a_cache_that_can_not_be_kept_is_refused_at_attach(kv):
+    """Seen by a newcomer: these were found out in generate()."""
+    model = tiny()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(MoEPrefetchError):
+        moe_prefetch.attach(model, {"kv": kv})
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_report_made_after_detach_says_what_was_held():
+    """Seen by a newcomer: it said that everything had been in memory."""
+    model = tiny()
+    with moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": 2}}) as session, torch.no_grad():
+        model(torch.arange(6)[None])
+        inside = session.report().intro
+    assert session.report().intro == inside and session.held_bytes()["resident"] < session.held_bytes()["total"]
