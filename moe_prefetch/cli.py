@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the verbs, so that `--help` is quick and `env` works where torch does not."""
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ def _errors() -> Iterator[None]:
     """Our errors in one paragraph and exit code 1; an interrupt is 130."""
     from .errors import MoEPrefetchError
 
+    def terminate(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    # Asked to end, we end as after Ctrl-C: temporary files go.
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except MoEPrefetchError as e:
@@ -75,7 +81,7 @@ def demo(
 ) -> None:
     """Generate with 50 % and 25 % of the experts resident under every plan, check that tokens are identical, and measure KV formats.
 
-    Runs SmolMoE, a real MoE model, on the CPU. Takes a few minutes and about 2 GB of memory.
+    Runs SmolMoE, a real MoE model, on the CPU. Takes a few minutes and about 3 GB of memory.
     """
     from . import demo as job
 

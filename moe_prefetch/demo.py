@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from .config import DriveConfig, KVConfig
-from .errors import ArtefactError, MoEPrefetchError
+from .errors import MoEPrefetchError
 from .experts.ledger import Totals
-from .observe.report import Figure, Report, Table, bars, size
+from .observe.report import Figure, Report, Table, bars, check_folder, size
 from .probes.forecast import OracleForecaster
+from .probes.probe import read_folder
 from .session import Session, attach
 from .types import Demand
 
@@ -225,9 +226,9 @@ def run(folder: Path, *, new_tokens: int, drive: DriveConfig | None, probe: Path
     Raises MoEPrefetchError (missing model parts, a probe of another model) before anything runs, and, after writing the report, when
     a run's tokens differ.
     """
-    if folder.exists() and any(folder.iterdir()) and not (folder / "report.json").exists():
-        raise ArtefactError("the report folder holds something else", where=str(folder), expected="an empty or new folder",
-                            do="pass another --out")
+    check_folder(folder)
+    if probe is not None:
+        read_folder(probe)
     smolmoe = importlib.import_module("moe_prefetch.integrations.smolmoe")
     steps = [0, 1 + len(PROMPTS) * (2 + len(SHARES) * len(PLANS)) + len(KV_FORMATS)]
 

@@ -60,7 +60,7 @@ def test_the_report_holds_every_run(runs, tmp_path):
 
 def test_a_folder_with_other_things_is_refused_before_work(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ArtefactError, match="another --out"):
+    with pytest.raises(ArtefactError, match="name another folder"):
         demo.run(tmp_path, new_tokens=8, drive=None, probe=None, progress=lambda *a: pytest.fail("work was begun"))
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,10 +65,7 @@ class Report:
         Raises ArtefactError when the folder exists and holds something else.
         """
         folder = Path(folder)
-        if folder.exists() and any(folder.iterdir()) and not _is_report(folder):
-            raise ArtefactError("the folder holds something that is not a report", where=str(folder), expected="an empty or new folder",
-                                do="name another folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        check_folder(folder)
         building = folder.parent / f".{folder.name}-{os.getpid()}"
         building.mkdir()
         try:
@@ -104,6 +102,19 @@ class Report:
                 pyplot.close(canvas)
             lines += [f"![{figure.caption}]({figure.name}.png)", "", f"*{figure.caption}*", ""]
         return lines
+
+
+def check_folder(folder: Path) -> None:
+    """Whether a report can be written as `folder`. Raises ArtefactError when it holds something else, or can't be made."""
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder))):
+        raise ArtefactError("there is something that is not a report", where=str(folder), expected="an empty or new folder",
+                            do="name another folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as e:
+        raise ArtefactError(f"nothing can be written there: {e.strerror}", where=str(folder.parent), do="name another folder") from e
 
 
 def _is_report(folder: Path) -> bool:

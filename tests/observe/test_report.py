@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from moe_prefetch.errors import ArtefactError
-from moe_prefetch.observe.report import Figure, Report, Table, bars, lines, show, size
+from moe_prefetch.observe.report import Figure, Report, Table, bars, check_folder, lines, show, size
 
 
 def report() -> Report:
@@ -74,3 +74,11 @@ def test_a_session_reports_itself(tmp_path):
     assert "2 of 8 experts" in text and "prefill" in text
     data = json.loads((tmp_path / "run" / "report.json").read_text())["data"]
     assert data["kinds"]["prefill"]["demanded"] == sum(row["demanded"] for row in data["layers"]) > 0
+
+
+@pytest.mark.parametrize("place", ["file", "below a file"])
+def test_a_place_where_no_report_can_be_is_refused_before_work(tmp_path, place):
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(ArtefactError):
+        check_folder(tmp_path / "f" if place == "file" else tmp_path / "f" / "x")
+    assert (tmp_path / "f").read_text() == "mine"
