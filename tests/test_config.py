@@ -63,7 +63,8 @@ def test_the_callers_dict_is_left_alone():
 
 def test_paths_are_relative_to_the_file(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
-    path = write(tmp_path / "sub", "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {format: fp8, calibration: /abs/cal}\n")
+    text = "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {format: fp8, calibration: /abs/cal}\n"
+    path = write(tmp_path / "sub", text)
     monkeypatch.chdir(tmp_path)
     c = load(os.path.relpath(path))
     assert c.experts.path == tmp_path / "sub" / "records"
