@@ -255,6 +255,9 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"the top level is a {type(value).__name__}", where=str(path), expected="keys such as experts, probe, kv",
                           do="see docs/config.md")
+    if path.suffix == ".json" and value and not {"moe_prefetch", *Config.model_fields} & set(value):
+        raise ConfigError("there is no moe_prefetch section", where=str(path), expected='"moe_prefetch": {...} among its top-level keys',
+                          do="add the section; without it DeepSpeed runs without us")
     if path.suffix == ".json" and "moe_prefetch" in value:
         value = value["moe_prefetch"]
         if not isinstance(value, dict):

@@ -278,3 +278,9 @@ def test_kv_settings_without_a_format_to_act_on_are_refused():
     found = problems({"kv": {"window": 128, "outliers": "sigma", "calibration": "nowhere"}})
     assert len(found) == 3 and all("kv.format: fp16" in p for p in found)
     assert load({"kv": {"window": 128, "layers": {0: "fp8"}}}).kv.window == 128
+
+
+def test_a_deepspeed_file_without_our_section_is_told_so(tmp_path):
+    path = write(tmp_path, '{"train_batch_size": 8}', "ds.json")
+    with pytest.raises(ConfigError, match="no moe_prefetch section"):
+        load(path)
