@@ -18,7 +18,6 @@ import lzma
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,8 +200,8 @@ class Fit:
         self.record(pool, source.windows(whole, w))
         self.record(pool, source.windows(4 * max(0, tokens // w - whole), max(16, w // 4)))
 
-    def trainer(self, pool: Pool, config: FitConfig, kind: Callable[..., Trainer] = Trainer) -> Trainer:
-        trainer = kind(self.specs, config, self.device)
+    def trainer(self, pool: Pool, config: FitConfig) -> Trainer:
+        trainer = Trainer(self.specs, config, self.device)
         for start in range(0, min(pool.filled, self.args.moment_tokens), self.args.batch):
             trainer.accumulate(pool.taps.slice(start, min(start + self.args.batch, pool.filled)))
         trainer.start()
@@ -224,27 +223,25 @@ class Fit:
         log(f"pool of {pool.filled:,} tokens in {time.monotonic() - t:.1f} s")
         dev, test = self.taps_of(self.dev_windows("mixed")), self.taps_of(self.eval_ids)
         base = FitConfig(rank=104, steps=a.explore_steps, batch=a.batch, lr=3e-3)
-        variants: list[tuple[str, FitConfig, Callable[..., Trainer]]] = [
-            ("base: rank 104, 32 of it linear", base, Trainer),
-            ("glu 36", replace(base, rank=104), GluTrainer),
-            ("rank 208", replace(base, rank=208), Trainer),
-            ("rank_weight 1", replace(base, rank_weight=1.0), Trainer),
-            ("rank_weight 0", replace(base, rank_weight=0.0), Trainer),
-            ("tau .05", replace(base, tau=0.05), Trainer),
-            ("tau .2", replace(base, tau=0.2), Trainer),
-            ("lr 6e-3", replace(base, lr=6e-3), Trainer),
-            ("lr 1e-3", replace(base, lr=1e-3), Trainer),
-            ("glu 88 (rank 208)", replace(base, rank=208), GluTrainer),
-            ("weight decay .1", replace(base, weight_decay=0.1), Trainer),
-            ("dropout .1", replace(base, dropout=0.1), Trainer),
-            ("batch / 4", replace(base, batch=max(1, a.batch // 4)), Trainer),
+        variants = [
+            ("base: rank 104, 32 of it linear", base),
+            ("rank 208", replace(base, rank=208)),
+            ("rank_weight 1", replace(base, rank_weight=1.0)),
+            ("rank_weight 0", replace(base, rank_weight=0.0)),
+            ("tau .05", replace(base, tau=0.05)),
+            ("tau .2", replace(base, tau=0.2)),
+            ("lr 6e-3", replace(base, lr=6e-3)),
+            ("lr 1e-3", replace(base, lr=1e-3)),
+            ("weight decay .1", replace(base, weight_decay=0.1)),
+            ("dropout .1", replace(base, dropout=0.1)),
+            ("batch / 4", replace(base, batch=max(1, a.batch // 4))),
         ]
-        for name, config, kind in variants:
+        for name, config in variants:
             t = time.monotonic()
             if t > stop:
                 log("out of time for further variants")
                 return
-            trainer = self.trainer(pool, config, kind)
+            trainer = self.trainer(pool, config)
             first = mean(trainer.evaluate(test, a.batch))
             generator = torch.Generator(self.device).manual_seed(0)
             for _ in range(config.steps):
@@ -362,23 +359,6 @@ class Fit:
         size = (folder / "model.safetensors").stat().st_size
         torch.set_float32_matmul_precision("high")
         log(f"{domain}: wrote {folder} ({size / 1e6:.2f} MB)")
-
-
-class GluTrainer(Trainer):
-    """A gated unit instead of SiLU, at the same stored size: the non-linear rows are pairs silu(a) * b. For the table only."""
-
-    def start(self) -> None:
-        super().start()
-        for h in self.horizons:
-            pairs, k = (self.config.rank - self.config.linear) // 2, self.config.linear
-
-            def logits(u: torch.Tensor, params: dict[str, torch.Tensor], dropout: float = 0.0, h=h, pairs=pairs, k=k) -> torch.Tensor:
-                down, shift, up, out = h.folded(params)
-                a = torch.baddbmm(shift.unsqueeze(1), u, (down * h.norm_nD.unsqueeze(1)).mT)
-                a = torch.cat([a[..., :k], F.silu(a[..., k : k + pairs]) * a[..., k + pairs : k + 2 * pairs]], -1)
-                return torch.bmm(u, h.gate_nED.mT) + torch.baddbmm(out.unsqueeze(1), a, up[..., : k + pairs].mT)
-
-            h.logits = logits  # type: ignore[method-assign]
 
 
 def mean(values: list[list[float]]) -> str:
