@@ -8,8 +8,7 @@ import importlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from .errors import MoEPrefetchError
 from .experts.ledger import Totals
 from .observe.report import Figure, Report, Table, bars, check_folder, size
 from .probes.forecast import OracleForecaster
+from .probes.jobs import builtin_texts
 from .probes.probe import read_folder
 from .session import Session, attach
 from .types import Demand
@@ -56,13 +56,23 @@ class Run:
         return sum(map(len, self.tokens)) / self.seconds
 
     @property
+    def total(self) -> Totals:
+        """Prefill and decode."""
+        return self.decode + self.prefill
+
+    @property
     def unmet(self) -> int:
-        """Experts that had to be waited for, prefill and decode."""
-        return sum(t.late + t.miss for t in (self.decode, self.prefill))
+        """Experts that had to be waited for."""
+        return self.total.late + self.total.miss
 
     @property
     def bytes_read(self) -> int:
-        return self.decode.bytes_moved + self.prefill.bytes_moved
+        return self.total.bytes_moved
+
+    @property
+    def stall_ms(self) -> float:
+        """Milliseconds of waiting per token."""
+        return 1e3 * self.total.stall_s / sum(map(len, self.tokens))
 
 
 def generate(model: Any, tokenizer: Any, new_tokens: int, tick: Callable[[], None]) -> tuple[list[list[int]], float]:
@@ -78,13 +88,6 @@ def generate(model: Any, tokenizer: Any, new_tokens: int, tick: Callable[[], Non
     return out, time.perf_counter() - start
 
 
-@contextmanager
-def _records() -> Iterator[Path]:
-    """A folder for the record file, gone afterwards whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="moe_prefetch-demo-") as folder:
-        yield Path(folder)
-
-
 def expert_runs(model: Any, tokenizer: Any, probe: Path, *, new_tokens: int, drive: DriveConfig | None,
                 tick: Callable[[], None]) -> list[Run]:
     """Untouched, everything resident, then every plan at every share. The first run is the reference."""
@@ -94,7 +97,8 @@ def expert_runs(model: Any, tokenizer: Any, probe: Path, *, new_tokens: int, dri
         demands = session.record_demands()
         tokens, seconds = generate(model, tokenizer, new_tokens, tick)
         runs.append(_run("resident", "100%", tokens, seconds, session))
-    with _records() as folder:
+    with tempfile.TemporaryDirectory(prefix="moe_prefetch-demo-") as name:
+        folder = Path(name)
         for share in SHARES:
             for plan in PLANS:
                 with _attached(model, folder, share, plan, probe, drive, demands) as session:
@@ -129,19 +133,13 @@ class KVRow:
     agreement: float
 
 
-def documentation_text() -> str:
-    """Text that is on any machine: Python's own language reference, as the interpreter's help carries it."""
-    topics = importlib.import_module("pydoc_data.topics").topics
-    return "\n\n".join(topics[k] for k in sorted(topics))
-
-
 def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]:
     """Feed a text chunk by chunk, as a long prompt is, so that later chunks attend over what is stored; compare with FP16.
 
     Outlier channels are calibrated once, on text that follows the measured one.
     """
     caches = importlib.import_module("moe_prefetch.integrations.transformers_cache")
-    ids = tokenizer(documentation_text()[: 12 * KV_TOKENS], return_tensors="pt").input_ids
+    ids = tokenizer(builtin_texts()[0][: 12 * KV_TOKENS], return_tensors="pt").input_ids
     stats = caches.calibrate(model, ids[:, KV_TOKENS + 1 : 2 * KV_TOKENS + 1])
     rows, reference = [], None
     for name in KV_FORMATS:
@@ -174,15 +172,12 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
     lru = {r.share: r for r in runs if r.name == "lru"}
     for r in runs:
         same = "identical" if r.tokens == reference.tokens else "DIFFERENT"
-        d = Totals()
-        for t in (r.decode, r.prefill):
-            for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted", "stall_s"):
-                setattr(d, key, getattr(d, key) + getattr(t, key))
+        d = r.total
         base = lru.get(r.share)
         rows.append((r.name, r.share, same, d.hit, d.late, d.miss, f"{r.unmet / base.unmet - 1:+.0%}" if base and base.unmet else "",
                      size(d.bytes_moved), f"{r.bytes_read / base.bytes_read:.2f}x" if base and base.bytes_read else "",
                      size(d.bytes_wasted),
-                     f"{1e3 * d.stall_s / sum(map(len, r.tokens)):.2f}", f"{r.per_second:.1f}", size(r.held) if r.held else ""))
+                     f"{r.stall_ms:.2f}", f"{r.per_second:.1f}", size(r.held) if r.held else ""))
     report.tables.append(Table(
         "Experts", ("plan", "resident", "tokens", "hit", "late", "miss", "unmet", "read", "x lru", "wasted", "stall", "tok/s", "held"),
         rows,
@@ -199,18 +194,16 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
     report.tables.append(Table("Texts", ("prompt", "continuation (the same in every run)"), list(texts.items())))
     plans = [r for r in runs if r.share in SHARES]
     labels = [f"{r.name}\n{r.share}" for r in plans]
-    total = [r.decode.demanded + r.prefill.demanded for r in plans]
 
     def share(key: str) -> list[float]:
-        return [(getattr(r.decode, key) + getattr(r.prefill, key)) / n for r, n in zip(plans, total, strict=True)]
+        return [getattr(r.total, key) / r.total.demanded for r in plans]
 
     report.figures = [
         Figure("experts", "Demanded experts that were there, late or missing, and wasted fetches, by plan and share resident",
                bars({k: share(k) for k in ("hit", "late", "miss", "wasted")}, labels, "share of demand", stacked=True)),
         Figure("bytes", "Bytes read from the drive", bars({"bytes": [r.bytes_read / 2**20 for r in plans]}, labels, "MiB", stacked=True)),
         Figure("stall", "Time spent waiting for experts",
-               bars({"miss": [1e3 * (r.decode.stall_s + r.prefill.stall_s) / sum(map(len, r.tokens)) for r in plans]}, labels,
-                    "ms per token", stacked=True)),
+               bars({"miss": [r.stall_ms for r in plans]}, labels, "ms per token", stacked=True)),
         Figure("kv", "What the formats cost in answers: logit KL against FP16",
                bars({"other": [r.kl for r in kv]}, [r.format for r in kv], "KL (nats)", stacked=True))]
     report.data = {"drive": drive.model_dump() if drive else None, "tokens_identical": all(r.tokens == reference.tokens for r in runs),

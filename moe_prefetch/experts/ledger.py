@@ -1,7 +1,7 @@
 """Every demand is settled here: how many experts were there, late or missing, and which bytes moved for nothing."""
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from ..types import Settlement
 
@@ -18,6 +18,9 @@ class Totals:
     bytes_moved: int = 0
     bytes_wasted: int = 0
     stall_s: float = 0.0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def demanded(self) -> int:
@@ -52,8 +55,4 @@ class Ledger:
 
     @property
     def total(self) -> Totals:
-        out = Totals()
-        for t in self.layers:
-            for key in ("hit", "late", "miss", "wasted", "cancelled", "bytes_moved", "bytes_wasted", "stall_s"):
-                setattr(out, key, getattr(out, key) + getattr(t, key))
-        return out
+        return sum(self.layers, Totals())

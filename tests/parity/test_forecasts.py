@@ -12,6 +12,7 @@ from moe_prefetch.experts.planner import POLICIES
 from moe_prefetch.probes.forecast import OracleForecaster
 from moe_prefetch.runtime import Runtime
 from moe_prefetch.types import PROB_ONE
+from tests.models import logits_of
 from tests.tiny import FAMILIES, tiny
 
 DISK = {"experts": {"home": "disk", "resident": "25%", "threads": 2}}
@@ -64,21 +65,10 @@ class LateRuntime(Runtime):
         super().pread_into(fd, buffer, offset, where)
 
 
-def logits_of(model, ids, steps=6):
-    """Logits of a prompt and of greedy decode steps, concatenated: [B, S + steps, V]."""
-    out, cache, inputs = [], None, ids
-    with torch.no_grad():
-        for _ in range(steps):
-            result = model(inputs, past_key_values=cache, use_cache=True)
-            out.append(result.logits)
-            cache, inputs = result.past_key_values, result.logits[:, -1:].argmax(-1)
-    return torch.cat(out, 1)
-
-
 def resident(model, ids):
     with moe_prefetch.attach(model) as session:
         demands = session.record_demands()
-        return logits_of(model, ids), demands
+        return logits_of(model, ids, 6), demands
 
 
 @pytest.mark.parametrize("kind", ["random", "adversarial", "empty", "late", "oracle", *POLICIES])
@@ -92,7 +82,7 @@ def test_tiny_moe_is_bitwise_the_same(family, kind):
     plan = kind if kind in POLICIES and kind != "probe" else "stale"
     runtime = LateRuntime() if kind == "late" else Runtime()
     with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan=plan, runtime=runtime) as session:
-        got = logits_of(model, ids)
+        got = logits_of(model, ids, 6)
         session.wait_idle()
         session.table.check_integrity()
         total = session.ledger.total
@@ -109,7 +99,7 @@ def test_every_dtype(dtype):
     ids = torch.randint(0, 256, (1, 13))
     want, _ = resident(model, ids)
     with moe_prefetch.attach(model, DISK):
-        assert torch.equal(logits_of(model, ids), want)
+        assert torch.equal(logits_of(model, ids, 6), want)
 
 
 def test_a_corrupted_slot_would_be_seen(monkeypatch):
@@ -122,7 +112,7 @@ def test_a_corrupted_slot_would_be_seen(monkeypatch):
     right = DiskStore.read_into
     with moe_prefetch.attach(model, DISK):
         monkeypatch.setattr(DiskStore, "read_into", lambda self, layer, expert, buffer: right(self, layer, (expert + 1) % 8, buffer))
-        got = logits_of(model, ids)
+        got = logits_of(model, ids, 6)
         monkeypatch.undo()
     assert not torch.equal(got, want)
     assert torch.equal(resident(model, ids)[0], want)
@@ -138,4 +128,4 @@ def test_smolmoe_is_bitwise_the_same(kind, smolmoe):
     forecaster = {"random": RandomForecaster(experts), "adversarial": AdversarialForecaster(demands, experts), "empty": EmptyForecaster(),
                   "late": OracleForecaster(demands, experts)}[kind]
     with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan="stale", runtime=LateRuntime() if kind == "late" else Runtime()):
-        assert torch.equal(logits_of(model, ids), want)
+        assert torch.equal(logits_of(model, ids, 6), want)
