@@ -242,7 +242,7 @@ class Fit:
                 log("out of time for further variants")
                 return
             trainer = self.trainer(pool, config)
-            first = mean(trainer.evaluate(test, a.batch))
+            first = show(trainer.evaluate(test, a.batch), 3)
             generator = torch.Generator(self.device).manual_seed(0)
             for _ in range(config.steps):
                 loss = trainer.step(self.batch(pool, generator, config.batch))
@@ -361,12 +361,8 @@ class Fit:
         log(f"{domain}: wrote {folder} ({size / 1e6:.2f} MB)")
 
 
-def mean(values: list[list[float]]) -> str:
-    return "/".join(f"{sum(v) / len(v):.3f}" for v in values)
-
-
-def show(values: list[list[float]]) -> str:
-    return "/".join(f"{sum(v) / len(v):.4f}" for v in values)
+def show(values: list[list[float]], digits: int = 4) -> str:
+    return "/".join(f"{sum(v) / len(v):.{digits}f}" for v in values)
 
 
 def main() -> None:
