@@ -61,7 +61,7 @@ class LateRuntime(Runtime):
     """Every read takes longer than the layers it was fetched ahead by."""
 
     def pread_into(self, fd, buffer, offset, where):
-        time.sleep(0.004)
+        time.sleep(0.02)
         super().pread_into(fd, buffer, offset, where)
 
 
