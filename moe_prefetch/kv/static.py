@@ -91,7 +91,7 @@ class StaticStore:
         self.pool.index_copy_(0, page, torch.where(opened, self.blank, self.pool[page]))
         k, v = (x[self.rows, :, at % self.ring] for x in (self.recent_k, self.recent_v))
         runs = torch.stack([page, slot, self.rows, torch.ones_like(page)], 1).to(torch.int32)
-        self.counts.add_(kv_encode(self.pool, k, v, runs, self.book, self.layout))
+        self.counts.add_(kv_encode(self.pool, k, v, runs, self.book, self.layout, most=1))
         self.stored.add_(due)
 
     def prefill(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:

@@ -142,12 +142,12 @@ def test_unused_bytes_never_show() -> None:
 
 
 def test_serves_what_it_can_read() -> None:
-    assert fused.serves(PageLayout(FORMATS["fp4-quality"], 128, 128, 8))
+    assert fused.serves(PageLayout(FORMATS["fp4-quality"], 128, 128, 8), 32)
+    assert not fused.serves(PageLayout(FORMATS["fp4-quality"], 128, 128, 8), 33)
     for name, k, v, rope in (
         ("fp8", 128, 128, 0),
-        ("fp4-72-c64", 128, 128, 0),
         ("nvfp4", 64, 64, 0),
         ("fp4-72", 80, 80, 0),
         ("fp4-72", 512, 0, 64),
     ):
-        assert not fused.serves(PageLayout(FORMATS[name], k, v, 0, rope))
+        assert not fused.serves(PageLayout(FORMATS[name], k, v, 0, rope), 4)

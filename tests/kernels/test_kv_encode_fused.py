@@ -73,7 +73,6 @@ def test_serves_what_it_can_write() -> None:
     assert fused.serves(PageLayout(FORMATS["fp4-72"], 128, 128, 4))
     for name, k, v, rope in (
         ("fp8", 128, 128, 0),
-        ("fp4-72-c64", 128, 128, 0),
         ("nvfp4", 64, 64, 0),
         ("fp4-72", 80, 80, 0),
         ("fp4-72", 512, 0, 64),

@@ -341,11 +341,11 @@ PDL = True
 MAX_ROWS = 32  # query rows of one KV head in a launch; more queries take another pass over the pages
 
 
-def serves(layout: PageLayout) -> bool:
-    """Whether `attend` reads this layout."""
+def serves(layout: PageLayout, group: int) -> bool:
+    """Whether `attend` reads this layout with that many query heads per KV head."""
     f = layout.format
-    return (f.code == "fp4" and f.order == "planes" and f.scale == "e4m3" and f.v_axis == "token" and f.v_group == 64 and layout.rope == 0
-            and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128))
+    return (group <= MAX_ROWS and f.code == "fp4" and f.order == "planes" and f.scale == "e4m3" and f.v_axis == "token"
+            and f.v_group == 64 and layout.rope == 0 and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128))
 
 
 def programs_on(device: torch.device) -> int:

@@ -1,6 +1,11 @@
-"""`moe_prefetch::kv_attend`: attention of a few queries per sequence over pages, sinks and window."""
+"""`moe_prefetch::kv_attend`: attention of a few queries per sequence over pages, sinks and window.
+
+On a GPU the first fused module that serves the layout runs, else (and on CPUs) the naive law.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -8,6 +13,20 @@ from ...errors import ShapeError
 from ...kv.format import PageLayout, format_of
 from ..kv_encode.records import Book
 from .naive import attend_naive
+
+
+def path_of(device: torch.device, layout: PageLayout, group: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Which function attends over such pages on this device: a fused one that serves them, else the law.
+
+    A fused module has `serves(layout, group)` and `attend`, which takes what `attend_naive` takes.
+    """
+    if device.type == "cuda":
+        from . import fused
+
+        for module in (fused,):
+            if module.serves(layout, group):
+                return module.attend
+    return attend_naive
 
 
 @torch.library.custom_op("moe_prefetch::kv_attend", mutates_args=())
@@ -40,18 +59,19 @@ def _kv_attend(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layout = PageLayout(format_of(format), k_dim, v_dim, outliers, rope)
-    return attend_naive(
+    attend = path_of(q_BHTd.device, layout, q_BHTd.shape[1] // pool_PNb.shape[1]) if q_BHTd.numel() else attend_naive
+    return attend(
         q_BHTd,
-        q_len_B,
+        q_len_B.to(torch.int32),
         pool_PNb,
-        table_BP,
-        stored_B,
-        length_B,
-        sink_k,
-        sink_v,
-        recent_k,
-        recent_v,
-        recent_first_B,
+        table_BP.to(torch.int32).contiguous(),
+        stored_B.to(torch.int32),
+        length_B.to(torch.int32),
+        sink_k.contiguous(),
+        sink_v.contiguous(),
+        recent_k.contiguous(),
+        recent_v.contiguous(),
+        recent_first_B.to(torch.int32),
         (channels_NO, k_mean, k_gain, k_weight, v_gain, v_weight),
         layout,
         scale=scale,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...errors import ShapeError
-from ...kv.format import PageLayout, format_of
+from ...kv.format import PAGE, PageLayout, format_of
 from .records import Book, encode_naive
+
+
+def fused_for(device: torch.device, layout: PageLayout) -> Callable[..., torch.Tensor] | None:
+    """The fused function that writes such pages on this device, if one does. It writes the bytes of the law."""
+    if device.type == "cuda":
+        from . import fused
+
+        if fused.serves(layout):
+            return fused.encode
+    return None
 
 
 @torch.library.custom_op("moe_prefetch::kv_encode", mutates_args=("pool_PNb",))
@@ -26,9 +38,13 @@ def _kv_encode(
     v_dim: int,
     outliers: int,
     rope: int,
+    most: int = PAGE,
 ) -> torch.Tensor:
     layout = PageLayout(format_of(format), k_dim, v_dim, outliers, rope)
-    return encode_naive(pool_PNb, k_TNd, v_TNd, runs_R4, (channels_NO, k_mean, k_gain, k_weight, v_gain, v_weight), layout)
+    book = (channels_NO, k_mean, k_gain, k_weight, v_gain, v_weight)
+    if fused := fused_for(pool_PNb.device, layout):
+        return fused(pool_PNb, k_TNd, v_TNd, runs_R4.to(torch.int32).contiguous(), book, layout, most=most)
+    return encode_naive(pool_PNb, k_TNd, v_TNd, runs_R4, book, layout)
 
 
 @_kv_encode.register_fake
@@ -37,10 +53,18 @@ def _(pool_PNb, k_TNd, v_TNd, runs_R4, *rest):
 
 
 def kv_encode(
-    pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: Book, layout: PageLayout
+    pool_PNb: torch.Tensor,
+    k_TNd: torch.Tensor,
+    v_TNd: torch.Tensor,
+    runs_R4: torch.Tensor,
+    book: Book,
+    layout: PageLayout,
+    *,
+    most: int = PAGE,
 ) -> torch.Tensor:
     """Append tokens to pages in place; see `encode_naive` for shapes. Returns int64 [2]: elements saturated, NaNs zeroed.
 
+    No run may have more than `most` tokens: 1 takes a kernel of its own on a GPU.
     Raises ShapeError when the tensors do not fit the layout; nothing has been written then.
     """
     heads = pool_PNb.shape[1] if pool_PNb.dim() == 3 else -1
@@ -59,4 +83,5 @@ def kv_encode(
                 expected=f"{dtype or 'float'} {shape}",
                 do="build pages and tokens from the same layout",
             )
-    return _kv_encode(pool_PNb, k_TNd, v_TNd, runs_R4, *book, layout.format.name, layout.k_dim, layout.v_dim, layout.outliers, layout.rope)
+    name, dims = layout.format.name, (layout.k_dim, layout.v_dim, layout.outliers, layout.rope)
+    return _kv_encode(pool_PNb, k_TNd, v_TNd, runs_R4, *book, name, *dims, most)
