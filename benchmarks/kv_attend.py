@@ -223,8 +223,8 @@ def sdpa_us(case: Case) -> tuple[float, str]:
     return best
 
 
-def main() -> int:
-    ap = argparse.ArgumentParser()
+def main(argv: list[str] | None = None) -> int:
+    ap = argparse.ArgumentParser(prog="kv-attend", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", required=True)
     ap.add_argument("--cases", default=".")
     ap.add_argument("--kinds", default="o8,f72,o0")
@@ -232,7 +232,9 @@ def main() -> int:
     ap.add_argument("--set", nargs="*", default=[], help="constants of the fused module, NAME=INT")
     ap.add_argument("--align", type=int, default=kv_format.ALIGN, help="bytes that records are aligned to, to compare layouts")
     ap.add_argument("--no-check", action="store_true")
-    a = ap.parse_args()
+    a = ap.parse_args(argv)
+    if not torch.cuda.is_available():
+        ap.error("these figures need a GPU")
     kv_format.ALIGN = a.align
     for item in a.set:
         name, value = item.split("=")
