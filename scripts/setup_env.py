@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 STATE = VENV / ".setup.json"
-EXTRAS = {"demo": "hf,report", "test": "hf,report,metrics,dev"}
+EXTRAS = {"demo": "hf,report", "test": "hf,report,metrics,deepspeed,dev"}
 # PyTorch's CPU build brings no triton; the interpreter and the ahead-of-time compiler of this one test the kernels without a GPU.
 TRITON = "triton==3.6.0"
 INPUTS = ("constraints.txt", "setup.cfg", "pyproject.toml", "scripts/setup_env.py")
