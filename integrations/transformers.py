@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Listener, Taps, open_model, register_host
 
@@ -113,6 +114,9 @@ class TransformersModel:
             raise UnsupportedModelError("its experts are of another layout", where=where,
                                         expected="transformers' experts interface: gate and up "
                                         "concatenated, not transposed, without bias", do="use a supported family")
+
+    def share(self, forecaster: Forecaster) -> Forecaster:
+        return forecaster
 
     def check_free(self) -> None:
         where = type(self.model).__name__

@@ -112,13 +112,33 @@ class KVConfig(_Section):
         return value
 
 
+class FitSection(_Section):
+    """A probe learnt beside a training run, by the framework integrations. See docs/probes.md for what the sizes mean."""
+
+    out: Path = Field(..., description="folder that gets the probe")
+    rank: int = Field(64, ge=1, le=4096, description="units of a probe")
+    linear: int = Field(32, ge=0, le=4096, description="units of them without the non-linearity")
+    steps: int = Field(2000, ge=1, description="length of the schedule, in fitting steps")
+    batch: int = Field(4096, ge=1, description="tokens of a fitting step, at least; smaller passes are pooled")
+    lr: float = Field(1e-3, gt=0, le=1, description="peak learning rate")
+    moment_tokens: int = Field(8192, ge=1, description="tokens seen before the first step: they give the ridge start")
+    held_out_tokens: int = Field(2048, ge=1, description="tokens kept back to judge the probe")
+
+    @model_validator(mode="after")
+    def _fits(self) -> FitSection:
+        if self.linear > self.rank:
+            raise ValueError(f"linear is {self.linear}, more than the {self.rank} units of rank; lower linear or raise rank")
+        return self
+
+
 class Config(_Section):
-    """Everything that `attach` needs. Whatever is left out has a default that never loses."""
+    """Everything that `attach` needs, or (with `fit`) a training run. Whatever is left out has a default that never loses."""
 
     version: Literal[1] = 1
     experts: ExpertsConfig = ExpertsConfig()
     probe: ProbeConfig = ProbeConfig()
     kv: KVConfig = KVConfig()
+    fit: FitSection | None = Field(None, description="learn a probe beside training; inference takes no such section")
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -132,6 +152,8 @@ class Config(_Section):
                 faults.append("probe.path is set, but experts.home: local moves nothing; set home: disk or drop it")
         if experts.plan == "probe" and self.probe.path is None:
             faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
+        if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):
+            faults.append("fit belongs to training, but experts, probe or kv set up inference; keep one of the two")
         if all(name == "fp16" for name in (self.kv.format, *self.kv.layers.values())):
             for key in ("window", "sinks", "outliers", "calibration"):
                 if getattr(self.kv, key) != KVConfig.model_fields[key].default:
@@ -191,7 +213,8 @@ def _validated(value: dict[Any, Any]) -> tuple[Config, tuple[str, ...]]:
         lines = [line for error in errors for line in _explain(dict(error))]
         if not any(error["loc"] for error in errors):
             problems |= dict.fromkeys(line for line in lines if not doubtful & set(re.findall(r"\w+", line)))
-            parts = {name: _sections(Config)[name].model_validate(value.get(name, {})) for name in _sections(Config)}
+            parts = {name: _sections(Config)[name].model_validate(value[name]) for name in _sections(Config)
+                     if value.get(name) is not None}
             return Config.model_construct(**parts), tuple(problems)
         problems |= dict.fromkeys(lines)
         wrong = []
@@ -233,8 +256,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Parse a YAML file, or a JSON file (a DeepSpeed config gives its `moe_prefetch` section). Raises ConfigError."""
+def parse_file(path: Path) -> dict[str, Any]:
+    """The keys of a YAML or JSON file. Raises ConfigError."""
     try:
         with open(path, "rb") as f:
             data = f.read(MAX_CONFIG_BYTES + 1)
@@ -255,6 +278,12 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"the top level is a {type(value).__name__}", where=str(path), expected="keys such as experts, probe, kv",
                           do="see docs/config.md")
+    return value
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Our keys of a YAML file, or of a JSON file (a DeepSpeed config gives its `moe_prefetch` section). Raises ConfigError."""
+    value = parse_file(path)
     if path.suffix == ".json" and value and not {"moe_prefetch", *Config.model_fields} & set(value):
         raise ConfigError("there is no moe_prefetch section", where=str(path), expected='"moe_prefetch": {...} among its top-level keys',
                           do="add the section; without it DeepSpeed runs without us")
@@ -272,11 +301,13 @@ def examine(path: Path) -> tuple[Config | None, list[str]]:
         config, problems = _validated(read_file(path))
     except ConfigError as e:
         return None, [str(e)]
-    return _relative_to(config, path), list(problems)
+    return _relative_to(config, path.parent), list(problems)
 
 
-def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
-    """A Config from a file path, a dict, a Config or None (defaults). Raises ConfigError with every problem in `.problems`."""
+def load(source: Config | dict[str, Any] | str | Path | None, *, base: Path | None = None) -> Config:
+    """A Config from a file path, a dict (its relative paths are taken from `base`, where given), a Config or None (defaults).
+
+    Raises ConfigError with every problem in `.problems`."""
     if isinstance(source, Config):
         return source
     if not isinstance(source, dict | str | Path | None):
@@ -287,16 +318,17 @@ def load(source: Config | dict[str, Any] | str | Path | None) -> Config:
     if problems:
         raise ConfigError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration: " + "; ".join(problems),
                           problems=problems, where=where, do="mend the keys named; `moe-prefetch validate FILE` checks again")
-    return _relative_to(config, Path(where)) if where else config
+    folder = Path(where).parent if where else base
+    return config if folder is None else _relative_to(config, folder)
 
 
-def _relative_to(config: Config, path: Path) -> Config:
-    """Paths in a file are relative to the file, so that a config folder can be moved."""
-    base = path.resolve().parent
+def _relative_to(config: Config, folder: Path) -> Config:
+    """Paths in a file are relative to its folder, so that a config folder can be moved."""
+    base = folder.resolve()
     update: dict[str, Any] = {}
-    for section, key in (("experts", "path"), ("probe", "path"), ("kv", "calibration")):
+    for section, key in (("experts", "path"), ("probe", "path"), ("kv", "calibration"), ("fit", "out")):
         part = getattr(config, section)
-        if (p := getattr(part, key)) is not None and not p.is_absolute():
+        if (p := getattr(part, key, None)) is not None and not p.is_absolute():
             update[section] = part.model_copy(update={key: base / p})
     return config.model_copy(update=update)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from .config import KVConfig
+    from .probes.forecast import Forecaster
     from .probes.probe import GateSpec
 
 
@@ -60,6 +61,9 @@ class HostModel(Protocol):
 
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """`gate_up` [2 F, D] and `down` [D, F] of one expert: views of the model's own memory."""
+
+    def share(self, forecaster: Forecaster) -> Forecaster:
+        """A forecaster over every expert of the gates, as one over the `num_experts` that this process holds."""
 
     def check_free(self) -> None:
         """Raises SessionError when a session is attached already or the weights are not in memory."""

@@ -63,6 +63,9 @@ class Session:
 
     def __init__(self, host: HostModel, config: Config, forecaster: Forecaster | None, plan: str | None, runtime: Runtime,
                  progress: Callable[[int, int], None] | None) -> None:
+        if config.fit is not None:
+            raise ConfigError("fit was set, but an attached model does not train", where="fit", expected="experts, probe or kv",
+                              do="drop fit, or train with deepspeed.initialize of moe_prefetch.integrations.deepspeed")
         host.check_free()
         self.config, self.metrics = config, Metrics()
         self.num_layers, self.num_experts = host.num_layers, host.num_experts
@@ -105,9 +108,9 @@ class Session:
         if self.config.experts.home == "local" or not self.policy.forecasts:
             return None
         if path is not None and self.policy.name == "probe":
-            return ProbeForecaster(RoutingProbe.from_pretrained(path, self._host.gates))
+            return self._host.share(ProbeForecaster(RoutingProbe.from_pretrained(path, self._host.gates)))
         log.info("forecasts come from each layer's own gate, unfitted")
-        return ProbeForecaster(RoutingProbe(self._host.gates))
+        return self._host.share(ProbeForecaster(RoutingProbe(self._host.gates)))
 
     def _start_mover(self, progress: Callable[[int, int], None] | None) -> None:
         host, experts, runtime = self._host, self.config.experts, self._runtime

@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import config as config_module
+from . import deepspeed_file
 from .errors import MoEPrefetchError
 from .experts.store import MANIFEST, read_manifest
 from .kv.codec import OutlierStats
@@ -13,10 +14,14 @@ from .runtime import REAL, Runtime
 
 def check(path: Path | str, runtime: Runtime = REAL) -> list[str]:
     """Every problem of a config file, one line each, none when it is sound: its syntax, its keys, their values and how they fit
-    together, and what they name on the drive (a probe, a KV calibration, a record folder). Raises nothing for a bad file."""
+    together (in a DeepSpeed file also with DeepSpeed's), and what they name on the drive (a probe, a KV calibration, a record folder).
+    Raises nothing for a bad file."""
     config, problems = config_module.examine(Path(path))
     if config is None:
         return problems
+    if Path(path).suffix == ".json" and deepspeed_file.SECTION in (whole := config_module.parse_file(Path(path))):
+        stock = {key: value for key, value in whole.items() if key != deepspeed_file.SECTION}
+        problems += deepspeed_file.misspelt(stock) + deepspeed_file.contradictions(stock, config)
     if config.probe.path is not None:
         problems += _trial("probe.path", lambda: read_folder(config.probe.path))
     if config.kv.calibration is not None:

@@ -284,3 +284,33 @@ def test_a_deepspeed_file_without_our_section_is_told_so(tmp_path):
     path = write(tmp_path, '{"train_batch_size": 8}', "ds.json")
     with pytest.raises(ConfigError, match="no moe_prefetch section"):
         load(path)
+
+
+# training ------------------------------------------------------------------------------------------------------------------
+def test_fit_and_inference_are_two_sections():
+    assert load({"fit": {"out": "p"}}).fit.steps == 2000
+    assert load(None).fit is None
+    assert "fit belongs to training" in problems({"fit": {"out": "p"}, "kv": {"format": "fp8"}})[0]
+    assert "fit.out" in problems({"fit": {}})[0]
+    assert "did you mean 'steps'" in problems({"fit": {"out": "p", "step": 3}})[0]
+    assert "more than the 8 units" in problems({"fit": {"out": "p", "rank": 8, "linear": 9}})[0]
+
+
+def test_an_attached_model_does_not_train():
+    import moe_prefetch
+    from tests.models import small
+
+    with pytest.raises(ConfigError, match="does not train"):
+        moe_prefetch.attach(small(), {"fit": {"out": "p"}})
+
+
+def test_fits_folder_is_relative_to_the_file(tmp_path):
+    assert load(write(tmp_path, "fit: {out: p}")).fit.out == tmp_path / "p"
+    assert load({"fit": {"out": "p"}}, base=tmp_path).fit.out == tmp_path / "p"
+
+
+def test_the_schema_in_the_documents_is_the_schema():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[1] / "docs/config.schema.json").read_text()
+    assert json.loads(text) == Config.model_json_schema(), "write it anew: json.dumps(Config.model_json_schema(), indent=1)"
