@@ -1,0 +1,93 @@
+"""Compile the general attention for sm_90 and say what its machine code is like. No GPU is needed.
+
+usage: python tests/kernels/general_code.py [NAME ...]
+
+One JSON object a line: name, loop (instructions of the longest loop, the one over pages), registers, shared bytes, mma (tensor
+instructions in the loop), spills (local accesses in the loop), barriers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from listing import loops
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_prefetch.kernels.kv_attend import general
+from moe_prefetch.kv.format import FORMATS, PageLayout
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+INTS = ("q_len_ptr", "table_ptr", "stored_ptr", "length_ptr", "recent_first_ptr", "channels_ptr", "span_ptr")
+HALVES = ("sink_k_ptr", "sink_v_ptr", "recent_k_ptr", "recent_v_ptr")
+OTHERS = {"q_ptr": "*bf16", "pool_ptr": "*u8", "B": "i32", "table_width": "i32", "scale_log2": "fp32"}
+# name: format, head dim, query rows, outlier channels
+CASES = {
+    "fp16_d128": ("fp16", 128, 4, 0),
+    "fp16_d256": ("fp16", 256, 8, 0),
+    "fp8_d128": ("fp8", 128, 4, 0),
+    "fp4_d80": ("fp4-quality", 80, 4, 3),
+    "fp4_d96": ("fp4-quality", 96, 4, 4),
+    "fp4_d112": ("fp4-quality", 112, 8, 4),
+    "fp4_d192": ("fp4-quality", 192, 8, 8),
+    "fp4_d256": ("fp4-quality", 256, 8, 12),
+    "c64_d128": ("fp4-72-c64", 128, 8, 4),
+    "nvfp4_d128": ("nvfp4", 128, 8, 0),
+    "mxfp4_d128": ("mxfp4", 128, 8, 0),
+    "fp16_d128_r32": ("fp16", 128, 32, 0),
+    "fp4_d96_r32": ("fp4-quality", 96, 32, 4),
+}
+
+
+def type_of(name: str) -> str:
+    return OTHERS.get(name) or ("*i32" if name in INTS else "*fp16" if name in HALVES else "*fp32")
+
+
+def compiled(fn: object, constants: dict[str, object], target: int = 90, **options: object) -> triton.compiler.CompiledKernel:
+    names = [n for n in fn.arg_names if n not in constants]
+    types = {n: type_of(n) for n in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t.startswith("*")}
+    source = ASTSource(fn=fn, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, **options})
+
+
+def facts(name: str) -> dict[str, object]:
+    fmt, dim, rows, outliers = CASES[name]
+    layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
+    constants = general.constants(layout, 8, rows, 1, 8, sinks=4, ring=65, sliding=0, softcap=0.0)
+    _, _, warps, registers, _ = general.tuning(layout, rows)
+    kernel = compiled(general.attend_general, constants, num_warps=warps, maxnreg=registers)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        run = lambda flag: subprocess.run([TOOL, flag, path], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        usage, code = run("-res-usage"), run("-sass")
+    if keep := os.environ.get("KEEP_CODE"):
+        Path(keep, f"{name}.sass").write_text(code)
+        Path(keep, f"{name}.ttgir").write_text(kernel.asm["ttgir"])
+    # the shortest loop that copies to shared memory: the one over an item's pages lies in that over items
+    loop = next(body for body in loops(code) if any("HMMA" in t for t in body) and any("LDGSTS" in t for t in body))
+    count = lambda pattern, lines: sum(bool(re.search(pattern, t)) for t in lines)  # noqa: E731
+    return {
+        "name": name,
+        "loop": len(loop),
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "shared": kernel.metadata.shared,
+        "mma": count(r"\bHMMA", loop),
+        "spills": count(r"\b(LDL|STL)", loop),
+        "barriers": count(r"\bBAR\.SYNC", loop),
+    }
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps(facts(case)), flush=True)

@@ -1,0 +1,46 @@
+"""Machine code of the general kernels for sm_90: tensor instructions, no spills in the loop, a budget for its length."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+# instructions of the loop a tile (per code: times 128 threads, over tokens of the tile and channels of K and V), tensor instructions
+BUDGET = {
+    "fp16_d128": (330, 32),
+    "fp8_d128": (840, 32),
+    "fp4_d80": (1170, 52),
+    "fp4_d96": (1160, 52),
+    "fp4_d112": (1350, 68),
+    "fp4_d192": (1220, 50),
+    "fp4_d256": (1480, 66),
+    "c64_d128": (1400, 68),
+    "nvfp4_d128": (1000, 32),
+    "mxfp4_d128": (1400, 64),
+    "fp16_d256": (300, 32),
+    "fp16_d128_r32": (450, 64),
+}
+
+
+def run(script: str, *names: str) -> list[dict[str, object]]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run([sys.executable, HERE / script, *names], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("names", [["fp16_d128", "fp4_d96"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)])
+def test_within_budget(names: list[str]) -> None:
+    for fact in run("general_code.py", *names):
+        loop, mma = BUDGET[str(fact["name"])]
+        assert fact["spills"] == 0, fact
+        assert fact["mma"] == mma, fact
+        assert fact["loop"] <= loop, fact
