@@ -12,12 +12,12 @@ from typing import Literal
 
 from ..errors import ConfigError, ShapeError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PAGE = 128  # tokens of one KV head in a page
 GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
 MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
 OUTLIER_STEPS = (1, 2, 3, 4, 6, 8, 12, 16)  # what budgets grant
-ALIGN = 16  # bytes: the widest vector load
+ALIGN = 128  # bytes: a cache line; records that straddle lines are read at three quarters of the rate
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
