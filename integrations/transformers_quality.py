@@ -10,6 +10,7 @@ import torch
 
 from moe_prefetch.errors import UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
+from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.codec import OutlierStats, make_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
@@ -21,10 +22,12 @@ Transform = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 
 def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None = None, keep: int = 0) -> torch.Tensor:
-    """FP32 log-probabilities [S, vocab] of one text [S], under another attention if given; with `keep`, of its last `keep` positions."""
+    """FP32 log-probabilities [S, vocab] of one text [S], or [B, S, vocab] of texts of one length [B, S], under another attention if given;
+    with `keep`, of the last `keep` positions.
+    """
     with torch.no_grad(), replace_attention(model, attention) if attention else nullcontext():
-        logits = model(input_ids=token_ids[None], use_cache=False, logits_to_keep=keep).logits
-    return logits[0].float().log_softmax(-1)
+        logits = model(input_ids=token_ids.view(-1, token_ids.shape[-1]), use_cache=False, logits_to_keep=keep).logits
+    return logits.float().log_softmax(-1).view(*token_ids.shape[:-1], *logits.shape[1:])
 
 
 def decoded(
@@ -37,6 +40,18 @@ def decoded(
     seen: dict[int, PageLayout] | None = None,
 ) -> Attention:
     """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts."""
+    books: dict[int, tuple[PageLayout, Book]] = {}
+
+    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Book]:
+        if n not in books:
+            fmt = format_of(formats[n])
+            outliers = 0 if policy == "none" and fmt.max_bits is not None else None
+            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window)
+            book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
+            books[n] = layout, book
+            if seen is not None:
+                seen[n] = layout
+        return books[n]
 
     def attention(
         own: Attention, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -51,12 +66,7 @@ def decoded(
                 expected="plain softmax attention",
                 do="measure by generating with make_cache",
             )
-        fmt = format_of(formats[n])
-        outliers = 0 if policy == "none" and fmt.max_bits is not None else None
-        layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window)
-        book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
-        if seen is not None:
-            seen[n] = layout
+        layout, book = book_of(n, key, value)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         out = attend_as_decoded(
             query, key, value, layout, book, sinks=sinks, window=window, scale=scale, sliding=kwargs.get("sliding_window") or 0

@@ -12,14 +12,18 @@ run = CliRunner().invoke
 
 def test_help_names_every_verb():
     text = run(cli.app, ["--help"]).output
-    assert all(verb in text for verb in ("demo", "env", "validate", "trace", "fit"))
+    assert all(verb in text for verb in ("demo", "env", "validate", "trace", "fit", "bench"))
 
 
 def test_flags_are_frozen():
     import typer
 
     group = typer.main.get_command(cli.app)
-    flags = {name: sorted(o for p in command.params for o in p.opts if o != "--help") for name, command in group.commands.items()}
+    options = lambda command: sorted(o for p in command.params for o in p.opts if o != "--help")  # noqa: E731
+    flags = {name: options(command) for name, command in group.commands.items()}
+    bench = {name: options(command) for name, command in group.commands["bench"].commands.items()}
+    where, what = ["--commit", "--journal", "--out", "--rows"], ["--length", "--model", "--only", "--passkey", "--text", "--texts"]
+    assert bench["kv-quality"] == sorted(where + what)
     assert flags["demo"] == ["--out", "--probe", "--real-drive", "--tokens"]
     assert flags["trace"] == ["--cap-mb", "--model", "--out", "--text", "--tokens"]
     assert flags["fit"] == ["--force", "--held-out", "--model", "--out", "--quick", "--trace"]

@@ -58,13 +58,14 @@ FORBIDDEN_ATTRIBUTES = {
     "os": {"system", "popen", "execv", "execve", "spawnv", "spawnl", "posix_spawn", "fork"}, "torch": {"load", "save"},
     "yaml": {"load", "load_all", "unsafe_load", "full_load", "UnsafeLoader", "FullLoader", "Loader"}, "numpy": {"load"}, "np": {"load"},
     "importlib": {"import_module"}, "builtins": {"eval", "exec"}}
-# Why each is sound: the seam, the demo and the jobs import our own and their hosts' modules by constant names, the trainer looks for
-# NVIDIA's apex, packages' front doors import what their table lists; the configuration's loader is a SafeLoader; traces of expert ids
-# in .npz are read with pickles refused.
+# Why each is sound: the seam, the demo, the benchmarks and the jobs import our own and their hosts' modules by constant names, the
+# trainer looks for NVIDIA's apex, packages' front doors import what their table lists; the configuration's loader is a SafeLoader; traces
+# of expert ids in .npz are read with pickles refused.
 ALLOWED = {
     "moe_prefetch/seam.py": {"importlib.import_module"}, "moe_prefetch/demo.py": {"importlib.import_module"},
     "moe_prefetch/__init__.py": {"importlib.import_module"}, "moe_prefetch/kv/__init__.py": {"importlib.import_module"},
-    "moe_prefetch/probes/jobs.py": {"importlib.import_module"}, "moe_prefetch/probes/trainer.py": {"importlib.import_module"},
+    "moe_prefetch/probes/jobs.py": {"importlib.import_module"}, "moe_prefetch/bench/kv_quality.py": {"importlib.import_module"},
+    "moe_prefetch/probes/trainer.py": {"importlib.import_module"},
     "moe_prefetch/config.py": {"yaml.load"}, "moe_prefetch/checkpoint.py": {"np.load"}}
 
 

@@ -33,7 +33,8 @@ def make_verbs() -> set[str]:
 def cli_verbs() -> set[str]:
     from moe_prefetch.cli import app
 
-    return {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} | {"--help"}
+    groups = {group.name for group in app.registered_groups}
+    return groups | {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} | {"--help"}
 
 
 def test_the_two_commands_stand_at_the_top_of_the_readme() -> None:

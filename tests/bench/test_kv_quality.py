@@ -1,0 +1,151 @@
+"""`bench kv-quality`: what it measures is what the parts measure, it resumes, and it says what it can't do."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moe_prefetch import cli
+from moe_prefetch.bench import kv_quality as bench
+from moe_prefetch.bench.rows import Journal
+from moe_prefetch.errors import ConfigError
+from moe_prefetch.integrations.transformers_quality import decoded, log_probs
+from moe_prefetch.kv.gate import drift
+from tests.kv.models import llama
+
+
+class Letters:
+    """A tokenizer of letters: enough for a model with random weights."""
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(c) % 60 for c in text]}
+
+
+TEXT = " ".join(str(n * n * 7919) for n in range(400))
+
+
+@pytest.fixture
+def model(monkeypatch):
+    made = llama()
+    monkeypatch.setattr(bench, "load_model", lambda name: (made, Letters()))
+    return made
+
+
+def job(**kw):
+    return bench.Job(TEXT, "tiny", **{"texts": 2, "length": 96, "calibration": 256, "schemes": ("fp4-quality", "fp8_nowindow"), **kw})
+
+
+def test_figures_are_those_of_the_parts(model):
+    j, journal = job(), Journal()
+    assert bench.run(j, journal) == {}
+    found = bench.drifts(j, journal)
+    ids = torch.tensor(Letters()(TEXT)["input_ids"])[:192].view(2, 96)
+    fp8 = decoded(None, {0: "fp8", 1: "fp8"}, window=0)
+    want = drift([log_probs(model, i) for i in ids], [log_probs(model, i, fp8) for i in ids], list(ids))
+    d, bits, n = found["fp8_nowindow"]
+    assert n == 2 and d.kl == pytest.approx(want.kl) and d.ppl_ratio == pytest.approx(want.ppl_ratio) and d.top1 == want.top1
+    assert 8 < bits < 9 and found["fp4-quality"][1] < 8
+    assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
+
+
+def test_texts_together_equal_texts_alone(model):
+    one, two = Journal(), Journal()
+    bench.run(job(), one)
+    bench.run(job(together=2), two)
+    for name in job().schemes:
+        assert bench.drifts(job(), one)[name][0].kl == pytest.approx(bench.drifts(job(), two)[name][0].kl, rel=1e-3)
+
+
+def test_a_second_run_measures_only_what_is_missing(model, tmp_path, monkeypatch):
+    bench.run(job(texts=1), Journal([tmp_path / "j"]))
+    assert len((tmp_path / "j").read_text().splitlines()) == 2
+    bench.run(job(), Journal([tmp_path / "j"]))
+    assert len((tmp_path / "j").read_text().splitlines()) == 4
+    monkeypatch.setattr(bench, "load_model", lambda name: pytest.fail("nothing was missing"))
+    assert bench.run(job(), Journal([tmp_path / "j"])) == {}
+
+
+def test_another_text_or_calibration_is_another_measurement(model, tmp_path):
+    bench.run(job(texts=1), Journal([tmp_path / "j"]))
+    for other in (job(calibration=128), job(span=512), bench.Job(TEXT + "1", "tiny", length=96, calibration=256)):
+        assert Journal([tmp_path / "j"]).get(other.key("fp4-quality", 0)) is None
+
+
+def test_keys_are_hidden_and_looked_for(model):
+    j = job(passkey=3, length=128, calibration=128)
+    hidden, answer = bench.Bench(j).hide(1)
+    assert len(hidden) == 128 and answer == 6
+    journal = Journal()
+    bench.run(j, journal)
+    found = bench.retrieval(j, journal)
+    assert set(found) == {"exact", *j.schemes} and all(n == 3 and 0 <= share <= 1 for share, n in found.values())
+    assert {r.metric for r in bench.rows_of(j, journal)} == {"retrieval"}
+
+
+def test_a_key_is_found_by_a_model_that_answers_it(model, monkeypatch):
+    j = job(passkey=2, length=128, calibration=128)
+    one = bench.Bench(j)
+    answers = {n: one.hide(n)[0] for n in range(2)}
+
+    def answering(self, name, ids, keep=0):
+        row = torch.zeros(len(ids), keep, 60)
+        for i, x in enumerate(ids):
+            wrong = int(name == "fp4-quality" and torch.equal(x, answers[1]))
+            row[i].scatter_(1, torch.roll(x[-keep:], -1)[:, None] - wrong, 1.0)
+        return row
+
+    monkeypatch.setattr(bench.Bench, "log_probs", answering)
+    journal = Journal()
+    bench.run(j, journal)
+    assert bench.retrieval(j, journal) == {"exact": (1.0, 2), "fp4-quality": (0.5, 2), "fp8_nowindow": (1.0, 2)}
+
+
+@pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_best", "peer-unknown"])
+def test_names_that_mean_nothing_are_refused(name):
+    with pytest.raises(ConfigError):
+        job(schemes=(name,))
+
+
+def test_names_are_read():
+    assert bench.Scheme.parse("fp4-quality_topn_w128") == ("fp4-quality", "topn", 128)
+    assert bench.Scheme.parse("fp4-72_nowindow") == ("fp4-72", "importance", 0)
+    for name in bench.EVERY:
+        assert name in bench.PEERS or bench.Scheme.parse(name)
+
+
+def test_a_text_too_short_is_refused_before_anything_is_measured(model):
+    with pytest.raises(ConfigError, match="tokens"):
+        bench.run(job(texts=500), Journal())
+
+
+def test_a_missing_peer_is_named_and_the_rest_is_measured(model, monkeypatch):
+    j, journal = job(schemes=("peer-hqq4-g64", "fp8"), texts=1), Journal()
+    monkeypatch.setitem(__import__("sys").modules, "hqq", None)
+
+    def absent(bits):
+        raise ImportError("You need to install `HQQ`")
+
+    peers = pytest.importorskip("moe_prefetch.integrations.transformers_peers")
+    monkeypatch.setitem(peers.PEERS, "peer-hqq4-g64", absent)
+    assert bench.run(j, journal) == {"peer-hqq4-g64": "You need to install `HQQ`"}
+    assert set(bench.drifts(j, journal)) == {"fp8"}
+    assert "HQQ" in bench.report_of(j, journal, {"peer-hqq4-g64": "You need to install `HQQ`"}).tables[0].note
+
+
+def test_the_verb_writes_report_journal_and_rows(model, tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text(TEXT * 4)
+    call = ["bench", "kv-quality", "--out", str(tmp_path / "r"), "--text", str(text), "--model", "tiny", "--texts", "1", "--length", "64",
+            "--only", "fp8,fp4-72", "--journal", str(tmp_path / "j"), "--rows", str(tmp_path / "rows.csv"), "--commit", "abc"]  # fmt: skip
+    done = CliRunner().invoke(cli.app, call)
+    assert done.exit_code == 0 and "logit KL" in done.output and "fp4-72" in done.output, done.output
+    assert {"report.md", "report.json", "kl-by-bits.png", "kl-by-position.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert {r["case"] for r in rows} == {"tiny_fp8_1x64", "tiny_fp4-72_1x64"} and {r["commit"] for r in rows} == {"abc"}
+    assert json.loads((tmp_path / "j").read_text().splitlines()[0])["of"]["scheme"] == "fp8"
+    bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5"])
+    assert bad.exit_code == 1 and "fp5" in bad.output
