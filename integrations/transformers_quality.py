@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from moe_prefetch.errors import UnsupportedModelError
+from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
 from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.codec import OutlierStats, make_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
-from moe_prefetch.kv.gate import Verdict, judge
+from moe_prefetch.kv.gate import Verdict, judge, judge_bits
 from moe_prefetch.kv.outliers import Policy
 
 # (layer, k_BNTd, v_BNTd) -> the K and V that a cache would have given back
@@ -93,18 +93,40 @@ def gate(
     texts: Sequence[torch.Tensor],
     stats: OutlierStats | None,
     *,
-    format: str,
-    max_kl: float,
+    format: str = "fp4-quality",
+    max_kl: float | None = None,
     max_layer_kl: float | None = None,
+    max_bits: float | None = None,
+    formats: Sequence[str] = ("fp4-72", "fp4-quality", "fp8"),
     policy: Policy = "importance",
     sinks: int = 4,
     window: int = 64,
 ) -> Verdict:
-    """Judge `format` on the user's own token ids ([S] each); see `moe_prefetch.kv.gate.judge`. One pass per layer and text."""
+    """Judge the cache on the user's own token ids ([S] each), under one of two budgets.
 
-    def logits_of(formats: Mapping[int, str]) -> list[torch.Tensor]:
-        attention = decoded(stats, formats, policy=policy, sinks=sinks, window=window) if formats else None
+    max_kl    nats per token: every layer gets `format`, the worst ones fall back to fp8 and fp16 (`moe_prefetch.kv.gate.judge`)
+    max_bits  bits per element at 32k tokens with everything counted: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
+
+    One pass per text, layer and format tried. Raises ConfigError unless exactly one budget is given.
+    """
+    if (max_kl is None) == (max_bits is None):
+        raise ConfigError(
+            "the gate needs one budget", where="gate(max_kl=, max_bits=)", expected="exactly one of the two", do="give a KL or a bit budget"
+        )
+
+    def logits_of(chosen: Mapping[int, str]) -> list[torch.Tensor]:
+        attention = decoded(stats, chosen, policy=policy, sinks=sinks, window=window) if chosen else None
         return [log_probs(model, ids, attention) for ids in texts]
 
     layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
-    return judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl)
+    if max_kl is not None:
+        return judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl)
+    layouts: dict[int, dict[str, PageLayout]] = {n: {} for n in layers}
+    for name in formats:
+        seen: dict[int, PageLayout] = {}
+        log_probs(model, texts[0][:2], decoded(stats, dict.fromkeys(layers, name), policy=policy, sinks=sinks, window=window, seen=seen))
+        for n, layout in seen.items():
+            layouts[n][name] = layout
+    return judge_bits(
+        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=window)
+    )

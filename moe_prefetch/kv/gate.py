@@ -5,15 +5,19 @@ Nothing here knows a model: `logits_of(layers)` runs the user's tokens with the 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import ConfigError
+from .format import PageLayout
 
 # Log-probabilities [T, vocab] of each text, under per-layer formats ({} = FP16 throughout).
 LogitsOf = Callable[[Mapping[int, str]], Sequence[torch.Tensor]]
+Cost = Callable[[PageLayout], float]  # bits per element, with what the caller wants counted
 LADDER = ("fp8", "fp16")
 
 
@@ -72,11 +76,13 @@ class Verdict:
     before: Drift | None = None
     after: Drift | None = None
     passed: bool = True
+    bits: float | None = None
 
     def __str__(self) -> str:
         moved = ", ".join(f"layer {n} to {f}" for n, f in sorted(self.layers.items())) or "no layer changed"
         kl = self.after.kl if self.after else float("nan")
-        return f"{self.format}: KL {kl:.4f}, {'within' if self.passed else 'ABOVE'} the budget; {moved}"
+        bits = f", {self.bits:.3f} bits per element" if self.bits is not None else ""
+        return f"{self.format}: KL {kl:.4f}{bits}, {'within' if self.passed else 'ABOVE'} the budget; {moved}"
 
 
 def judge(
@@ -120,3 +126,64 @@ def judge(
                 after = compare(chosen)
     moved = {n: f for n, f in chosen.items() if f != format}
     return Verdict(format, moved, alone, before, after, after.kl <= max_kl)
+
+
+def spend(
+    sensitivity: Mapping[int, Mapping[str, float]], layouts: Mapping[int, Mapping[str, PageLayout]], max_bits: float, cost: Cost
+) -> dict[int, str]:
+    """The formats with the least sum of KL within `max_bits` per element over all layers; pure, exact.
+
+    sensitivity  layer -> format -> KL of that layer alone in that format
+    layouts      layer -> format -> its pages; `cost` gives their bits per element
+    Raises ConfigError when the cheapest formats are above the budget.
+    """
+    budget = max_bits * sum(next(iter(row.values())).element_count for row in layouts.values())
+    # Bits spent so far -> (KL, formats so far); what costs more and is no better is dropped.
+    best: dict[float, tuple[float, tuple[str, ...]]] = {0.0: (0.0, ())}
+    for n, row in layouts.items():
+        tried: dict[float, tuple[float, tuple[str, ...]]] = {}
+        for spent, (kl, formats) in best.items():
+            for f, layout in row.items():
+                bits = round(spent + cost(layout) * layout.element_count, 6)
+                new = kl + sensitivity[n][f], (*formats, f)
+                if bits <= budget and (bits not in tried or new[0] < tried[bits][0]):
+                    tried[bits] = new
+        best, least = {}, math.inf
+        for bits in sorted(tried):
+            if tried[bits][0] < least:
+                best[bits], least = tried[bits], tried[bits][0]
+    if not best:
+        raise ConfigError(
+            f"{max_bits} bits per element can't be met",
+            where="kv gate",
+            expected="room for the cheapest format in every layer",
+            do="allow more bits, or name a smaller format",
+        )
+    return dict(zip(layouts, min(best.values())[1], strict=True))
+
+
+def judge_bits(
+    logits_of: LogitsOf,
+    token_ids: Sequence[torch.Tensor],
+    *,
+    layouts: Mapping[int, Mapping[str, PageLayout]],
+    max_bits: float,
+    cost: Cost,
+) -> Verdict:
+    """The best formats under a byte budget: each layer alone in each format it may have, then `spend`.
+
+    The verdict's `format` is the one most layers got, `before` the drift with every layer in its cheapest; `passed` is False where the
+    choice is worse than that (what single layers do alone need not add up). Raises ConfigError as `spend` does.
+    """
+    reference = logits_of({})
+    compare = lambda formats: drift(reference, logits_of(formats), token_ids)  # noqa: E731
+    alone = {n: {f: compare({n: f}).kl for f in row} for n, row in layouts.items()}
+    chosen = spend(alone, layouts, max_bits, cost)
+    cheapest = {n: min(row, key=lambda f, row=row: cost(row[f])) for n, row in layouts.items()}
+    before = compare(cheapest)
+    after = compare(chosen) if chosen != cheapest else before
+    held = [row[chosen[n]] for n, row in layouts.items()]
+    bits = sum(cost(x) * x.element_count for x in held) / sum(x.element_count for x in held)
+    most = Counter(chosen.values()).most_common(1)[0][0]
+    moved = {n: f for n, f in chosen.items() if f != most}
+    return Verdict(most, moved, {n: alone[n][chosen[n]] for n in alone}, before, after, after.kl <= before.kl, bits)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs
-from moe_prefetch.kv.gate import drift, judge
+from moe_prefetch.kv.format import FORMATS, layout_for
+from moe_prefetch.kv.gate import drift, judge, judge_bits, spend
 
 from . import models
 
@@ -109,3 +111,64 @@ def test_the_gate_sees_what_generation_does() -> None:
 def test_attention_the_one_pass_can_not_measure_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="sink"):
         log_probs(models.gpt_oss(), models.ids(20)[0], decoded(None, {1: "fp8"}))
+
+
+# a byte budget --------------------------------------------------------------------------------------------------------------
+LAYOUTS = {f: layout_for(FORMATS[f], 64, 64) for f in ("fp4-72", "fp4-quality", "fp8", "fp16")}
+TEXT = [torch.zeros(4, dtype=torch.long)]
+
+
+def cost(layout) -> float:
+    return layout.bits_per_element()
+
+
+def test_bits_go_where_they_take_away_most() -> None:
+    alone = {0: {"fp4-72": 0.1, "fp8": 0.02}, 1: {"fp4-72": 0.3, "fp8": 0.01}, 2: {"fp4-72": 0.2, "fp8": 0.19}}
+    layouts = {n: {f: LAYOUTS[f] for f in ("fp4-72", "fp8")} for n in alone}
+    low, high = cost(LAYOUTS["fp4-72"]), cost(LAYOUTS["fp8"])
+    got = [spend(alone, layouts, low + k * (high - low) / 3 + 1e-6, cost) for k in range(4)]
+    assert [sorted(n for n, f in x.items() if f == "fp8") for x in got] == [[], [1], [0, 1], [0, 1, 2]]
+    with pytest.raises(ConfigError, match="bits per element"):
+        spend(alone, layouts, low - 0.01, cost)
+
+
+def test_bits_that_bring_nothing_are_not_spent() -> None:
+    alone = {0: {"fp4-72": 0.1, "fp8": 0.1, "fp4-quality": 0.2}}
+    layouts = {0: {f: LAYOUTS[f] for f in alone[0]}}
+    assert spend(alone, layouts, 16.5, cost) == {0: "fp4-72"}
+
+
+def test_the_choice_is_the_best_there_is_on_small_cases() -> None:
+    """Against all 27 assignments: never above the budget, and no other has less KL."""
+    generator, formats = torch.Generator().manual_seed(3), ("fp4-72", "fp4-quality", "fp8")
+    layouts = {n: {f: LAYOUTS[f] for f in formats} for n in range(3)}
+    for _ in range(20):
+        base = torch.rand(3, generator=generator)
+        alone = {n: {"fp4-72": float(base[n]), "fp4-quality": float(base[n]) * 0.6, "fp8": float(base[n]) * 0.1} for n in range(3)}
+        for max_bits in (4.5, 5.0, 6.0, 7.0, 8.2):
+            total = lambda x: sum(cost(LAYOUTS[f]) for f in x) / 3  # noqa: E731
+            worth = lambda x, alone=alone: sum(alone[n][f] for n, f in enumerate(x))  # noqa: E731
+            best = min(worth(x) for x in itertools.product(formats, repeat=3) if total(x) <= max_bits)
+            got = tuple(spend(alone, layouts, max_bits, cost)[n] for n in range(3))
+            assert total(got) <= max_bits + 1e-9 and worth(got) == pytest.approx(best)
+
+
+def test_a_byte_budget_is_judged_and_reported() -> None:
+    costs = {0: {"fp4-72": 0.01, "fp8": 0.001}, 1: {"fp4-72": 0.5, "fp8": 0.004}, 2: {"fp4-72": 0.02, "fp8": 0.002}}
+    layouts = {n: {f: LAYOUTS[f] for f in ("fp4-72", "fp8")} for n in costs}
+    v = judge_bits(fake(costs), TEXT, layouts=layouts, max_bits=6.0, cost=cost)
+    assert v.passed and v.format == "fp4-72" and v.layers == {1: "fp8"} and v.after.kl < v.before.kl
+    assert v.bits == pytest.approx((2 * cost(LAYOUTS["fp4-72"]) + cost(LAYOUTS["fp8"])) / 3) and "5." in str(v)
+
+
+def test_the_gate_keeps_a_bit_budget_on_a_model() -> None:
+    model = models.qwen2_with_key_bias(600.0, layer=1)
+    stats, text = calibrate(model, models.ids(200, 2, seed=9)), models.ids(120)[0]
+    v = gate(model, [text], stats, max_bits=6.5, window=16, formats=("fp4-72", "fp8"))
+    assert v.bits <= 6.5 and v.passed and {**dict.fromkeys(range(3), v.format), **v.layers}[1] == "fp8"
+
+
+@pytest.mark.parametrize("budgets", [{}, {"max_kl": 0.1, "max_bits": 5.0}])
+def test_the_gate_takes_exactly_one_budget(budgets: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="one budget"):
+        gate(models.llama(), [models.ids(40)[0]], None, **budgets)
