@@ -118,6 +118,7 @@ class FitSection(_Section):
     out: Path = Field(..., description="folder that gets the probe")
     rank: int = Field(64, ge=1, le=4096, description="units of a probe")
     linear: int = Field(32, ge=0, le=4096, description="units of them without the non-linearity")
+    after: int = Field(0, ge=0, description="training passes to let go by first: routers that still find their way can't be forecast")
     steps: int = Field(2000, ge=1, description="length of the schedule, in fitting steps")
     batch: int = Field(4096, ge=1, description="tokens of a fitting step, at least; smaller passes are pooled")
     lr: float = Field(1e-3, gt=0, le=1, description="peak learning rate")

@@ -1,0 +1,171 @@
+"""A probe fitted beside DeepSpeed training: `probes.fit.OnlineFit` fed from hooks, in step on every data-parallel rank.
+
+The model's loss, gradients and random numbers stay what they were: the taps are detached copies, the probe's weights belong to no
+DeepSpeed optimizer, and what is random about the fit has generators of its own. ZeRO stages 0 to 2 keep routers whole, so the gates can
+be read at any time; they change while the model learns, so the probe follows them.
+"""
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_prefetch.config import FitSection
+from moe_prefetch.errors import MoEPrefetchError, ReleaseError, SessionError, ShapeError
+from moe_prefetch.probes.collect import Collector, Step
+from moe_prefetch.probes.fit import OnlineFit
+from moe_prefetch.probes.fit import finish as write
+from moe_prefetch.probes.probe import HORIZONS, GateSpec, RoutingProbe
+from moe_prefetch.probes.targets import FitConfig, Taps
+from moe_prefetch.probes.trainer import Trainer
+
+HELD_OUT_EVERY = 8  # of so many passes one is kept back
+
+
+class ProbeFit:
+    """`engine.moe_prefetch` of a training engine. Learns at every training forward; `finish()` judges the probe and writes it."""
+
+    def __init__(self, host: Any, section: FitSection, device: torch.device | str) -> None:
+        self.section = section
+        self._host = host
+        horizons = tuple(h for h in getattr(host, "horizons", HORIZONS) if h < host.num_layers)
+        config = FitConfig(rank=section.rank, linear=section.linear, steps=section.steps, batch=section.batch, lr=section.lr,
+                           warmup=min(50, section.steps // 10), horizons=horizons)
+        # Held-out text is kept here: a model that learns is judged by what it does now, so the last passes count, not the first.
+        self._online = OnlineFit(_gates(host, torch.clone), config, device=device, moment_tokens=section.moment_tokens, held_out_tokens=0)
+        self._held: deque[Taps] = deque()
+        self._passes, self._left = 0, section.after
+        self._losses: list[torch.Tensor] = []
+        self._record(self._online.trainer)
+        self._collector = Collector(host.num_layers, self._take)
+        self._open = False
+        self._observed = host.observe(self)
+        self._observed.__enter__()
+
+    @property
+    def losses(self) -> list[float]:
+        """The probe's loss at every fitting step so far, mean over the ranks' own targets; reading it waits for the device."""
+        return [float(x) for x in self._losses]
+
+    def _record(self, trainer: Trainer) -> None:
+        step = trainer.step
+
+        def recorded(taps: Taps) -> torch.Tensor:
+            loss = step(taps)
+            self._losses.append(loss.detach())
+            return loss
+
+        trainer.step = recorded  # type: ignore[method-assign]
+
+    # listener --------------------------------------------------------------------------------------------------------
+    def step_begin(self, batch: int, tokens: int) -> None:
+        # Evaluation may run on one rank alone, and a step of ours is a collective; recomputed blocks come outside of any step.
+        self._open = self._host.model.training and torch.is_grad_enabled()
+        if self._open and self._left:
+            self._open, self._left = False, self._left - 1
+        if self._open:
+            self._collector.step_begin(batch, tokens)
+
+    def residual(self, layer: int, hidden_TD: torch.Tensor) -> None:
+        if self._open:
+            self._collector.residual(layer, hidden_TD)
+
+    def moe_input(self, layer: int, hidden_TD: torch.Tensor) -> None:
+        if self._open:
+            self._collector.moe_input(layer, hidden_TD)
+
+    def routed(self, layer: int, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> None:
+        if self._open:
+            self._collector.routed(layer, logits_TE, ids_TK)
+
+    def step_end(self) -> None:
+        if self._open:
+            self._open = False
+            self._collector.step_end()
+
+    def _take(self, step: Step) -> None:
+        """The same number of tokens on every rank, so that all of them reach each of the fit's collectives."""
+        tokens = torch.tensor([step.taps.tokens], device=step.taps.logits_LTE.device)
+        if _world() > 1:
+            dist.all_reduce(tokens, dist.ReduceOp.MIN)
+        n = int(tokens)
+        if not n:
+            return
+        self._passes += 1
+        if self._passes % HELD_OUT_EVERY == 0:
+            self._held.append(step.taps.slice(0, n))
+            while sum(t.tokens for t in self._held) - self._held[0].tokens >= self.section.held_out_tokens:
+                self._held.popleft()
+            return
+        _follow(self._online.trainer, _gates(self._host))
+        with torch.autocast(step.taps.logits_LTE.device.type, enabled=False):
+            self._online.listener.consume(Step(step.taps.slice(0, n), step.ids_TLK[:n], step.start_T[:n]))
+
+    # the end ---------------------------------------------------------------------------------------------------------
+    def stop(self) -> None:
+        """Hooks off; calling it again does nothing."""
+        self._observed.__exit__(None, None, None)
+
+    def finish(self, out: Path | str | None = None, *, force: bool = False) -> RoutingProbe | None:
+        """Stop, judge the probe against the unfitted gate on held-out tokens, write it to `out` (default: fit.out). Call it on every rank;
+        rank 0 judges and writes, and gets the probe.
+
+        Raises on every rank ReleaseError (below the unfitted gate; nothing written; `force` writes it), ShapeError on rank 0 and
+        SessionError on the others when too few tokens were seen.
+        """
+        self.stop()
+        error: MoEPrefetchError | None = None
+        probe = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _follow(self._online.trainer, _gates(self._host))
+            try:
+                probe = self._judge(Path(out or self.section.out), force)
+            except MoEPrefetchError as e:
+                error = e
+        outcome = torch.tensor([2 if isinstance(error, ReleaseError) else int(error is not None)], device=self._online.trainer.device)
+        if _world() > 1:
+            dist.broadcast(outcome, 0)
+        if error is not None:
+            raise error
+        if int(outcome) and probe is None:
+            raise (ReleaseError if int(outcome) == 2 else SessionError)(
+                "rank 0 did not write the probe", where=str(out or self.section.out), do="read its error")
+        return probe
+
+
+    def _judge(self, out: Path, force: bool) -> RoutingProbe:
+        if not self._online.trainer.started or not self._held:
+            raise ShapeError(f"{self._online.seen} tokens are too few", where="fit",
+                             expected=f"more than fit.moment_tokens ({self.section.moment_tokens}) and {HELD_OUT_EVERY} passes",
+                             do="train longer, or lower fit.moment_tokens")
+        return write(self._online.trainer, {"training": Taps.join(list(self._held))}, out, force=force)
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gates(host: Any, copy: Any = None) -> list[GateSpec]:
+    """The routers as they are now: an optimizer step may have given their parameters other memory."""
+    gates = [host._gate(block) for block in host.blocks]
+    if copy is None:
+        return gates
+    return [replace(g, weight_ED=copy(g.weight_ED), norm_D=copy(g.norm_D)) for g in gates]
+
+
+@torch.no_grad()
+def _follow(trainer: Trainer, gates: list[GateSpec]) -> None:
+    """Let the frozen half of the probe be the routers of this moment, so that what is learnt is what they lack."""
+    for held, now in zip(trainer.gates, gates, strict=True):
+        held.weight_ED.copy_(now.weight_ED)
+        held.norm_D.copy_(now.norm_D)
+    for h in trainer.horizons:
+        norm_nD = torch.stack([g.norm_D for g in trainer.gates[h.horizon:]])
+        h.gate_nED.copy_(torch.stack([g.weight_ED for g in trainer.gates[h.horizon:]]) * norm_nD.unsqueeze(1))
+        # The recent past, where it is an input too, goes through the same norm.
+        norm_nW = h.norm_nW if hasattr(h, "norm_nW") else h.norm_nD
+        norm_nW.copy_(norm_nD.repeat(1, norm_nW.shape[1] // norm_nD.shape[1]))

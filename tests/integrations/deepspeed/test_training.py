@@ -1,0 +1,54 @@
+"""Training with our section: the model's losses and parameters keep every bit, and the probe learns."""
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.deepspeed.ranks import run
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(500)]
+CASES = {1: ["fitted 0", "fitted 2", "too_short", "after"], 2: ["fitted 0", "fitted 1", "fitted 2", "uneven", "too_short", "autoep"],
+         4: ["fitted 0", "fitted 2"]}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return run("tests.integrations.deepspeed.training", list(CASES.items()))
+
+
+def of(runs, world, case):
+    for found in runs[world, case]:
+        assert isinstance(found, dict), found
+    return runs[world, case]
+
+
+@pytest.mark.parametrize(("world", "case"), [(w, c) for w, cs in CASES.items() for c in cs if c.startswith("fitted")])
+def test_the_model_keeps_every_bit_and_the_probe_learns(runs, world, case):
+    for found in of(runs, world, case):
+        assert found["losses"] and found["parameters"]
+        probe = found["probe"]
+        assert len(probe) == 30 and sum(probe[-5:]) < 0.85 * sum(probe[:5])
+        assert found["written"] and found["read"]
+        assert found["again"] == 30
+        assert found["hooks"] == 0
+
+
+def test_ranks_with_different_numbers_of_tokens(runs):
+    for found in of(runs, 2, "uneven"):
+        assert found["steps"] > 10 and found["held"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_was_too_short(runs, world):
+    found = [f["error"] for f in of(runs, world, "too_short")]
+    assert found == ["ShapeError", "SessionError"][:world]
+
+
+def test_the_fit_begins_after_the_first_passes(runs):
+    (found,) = of(runs, 1, "after")
+    assert found["early"] == 0 < found["late"]
+
+
+def test_autoep_with_recomputed_blocks(runs):
+    for found in of(runs, 2, "autoep"):
+        assert found["losses"] and found["seen"] == 20
+        assert len(found["probe"]) > 10 and sum(found["probe"][-4:]) < sum(found["probe"][:4])
