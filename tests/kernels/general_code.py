@@ -2,8 +2,9 @@
 
 usage: python tests/kernels/general_code.py [NAME ...]
 
-One JSON object a line: name, loop (instructions of the longest loop, the one over pages), registers, shared bytes, mma (tensor
-instructions in the loop), spills (local accesses in the loop), barriers.
+One JSON object a line: name, loop (instructions of the loop over pages, a tile of tokens), registers, shared bytes, mma (tensor
+instructions in the loop), spills (stores to local memory in the loop), reloads (loads from there: addresses that no register
+holds), barriers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from listing import loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_prefetch.kernels.kv_attend import general
+from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -45,6 +46,9 @@ CASES = {
     "mxfp4_d128": ("mxfp4", 128, 8, 0),
     "fp16_d128_r32": ("fp16", 128, 32, 0),
     "fp4_d96_r32": ("fp4-quality", 96, 32, 4),
+    "mla_fp4": ("fp4-quality", 512, 16, 0),
+    "mla_fp8": ("fp8", 512, 16, 0),
+    "mla_fp16": ("fp16", 512, 16, 0),
 }
 
 
@@ -62,10 +66,15 @@ def compiled(fn: object, constants: dict[str, object], target: int = 90, **optio
 
 def facts(name: str) -> dict[str, object]:
     fmt, dim, rows, outliers = CASES[name]
-    layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
-    constants = general.constants(layout, 8, rows, 1, 8, sinks=4, ring=65, sliding=0, softcap=0.0)
-    _, _, warps, registers, _ = general.tuning(layout, rows)
-    kernel = compiled(general.attend_general, constants, num_warps=warps, maxnreg=registers)
+    rest = {"sinks": 4, "ring": 65, "sliding": 0, "softcap": 0.0}
+    if name.startswith("mla"):
+        constants = general_latent.constants(PageLayout(FORMATS[fmt], dim, 0, 0, 64), 1, rows, 1, 8, **rest)
+        kernel = compiled(general_latent.attend_latent, constants)
+    else:
+        layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
+        constants = general.constants(layout, 8, rows, 1, 8, **rest)
+        _, _, warps, registers, _ = general.tuning(layout, rows)
+        kernel = compiled(general.attend_general, constants, num_warps=warps, maxnreg=registers)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -82,8 +91,9 @@ def facts(name: str) -> dict[str, object]:
         "loop": len(loop),
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "shared": kernel.metadata.shared,
-        "mma": count(r"\bHMMA", loop),
-        "spills": count(r"\b(LDL|STL)", loop),
+        "mma": count(r"\bHG?MMA", loop),
+        "spills": count(r"\bSTL", loop),
+        "reloads": count(r"\bLDL", loop),
         "barriers": count(r"\bBAR\.SYNC", loop),
     }
 

@@ -27,6 +27,8 @@ BUDGET = {
     "mxfp4_d128": (1400, 64),
     "fp16_d256": (300, 32),
     "fp16_d128_r32": (450, 64),
+    "mla_fp4": (1290, 100),
+    "mla_fp8": (1290, 100),
 }
 
 
@@ -37,10 +39,11 @@ def run(script: str, *names: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("names", [["fp16_d128", "fp4_d96"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("names", [["fp16_d128", "fp4_d96", "mla_fp4"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)])
 def test_within_budget(names: list[str]) -> None:
     for fact in run("general_code.py", *names):
         loop, mma = BUDGET[str(fact["name"])]
         assert fact["spills"] == 0, fact
+        assert fact["reloads"] <= (32 if str(fact["name"]).startswith("mla") else 0), fact
         assert fact["mma"] == mma, fact
         assert fact["loop"] <= loop, fact

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...kv.format import PageLayout
 from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2
-from .general_tiles import FP8, PLANES, UNIT, byte_at, k_piece, q_page, q_piece, scale32, seen, v_piece, width, zeros
+from .general_tiles import FP8, PLANES, UNIT, byte_at, item_at, k_piece, q_page, q_piece, scale32, seen, units_of, v_piece, width, zeros
 
 LOG2E = 1.4426950408889634
 
@@ -79,14 +79,7 @@ def attend_general(
     item's first slot and the one after its last.
     """
     ITEMS: tl.constexpr = N * ((R + RP - 1) // RP)
-    b_B = tl.arange(0, BP)
-    pages_B = (tl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
-    first_B = tl.zeros((BP,), tl.int32)
-    if SLIDING > 0:
-        oldest_B = tl.load(length_ptr + b_B, mask=b_B < B, other=0) - tl.load(q_len_ptr + b_B, mask=b_B < B, other=0) - SLIDING + 1 - SINKS
-        first_B = tl.minimum(tl.maximum(oldest_B, 0) // 128, pages_B)
-    units_B = tl.where(b_B < B, pages_B - first_B + 1, 0)
-    ends_B = tl.cumsum(units_B * ITEMS, 0)
+    first_B, units_B, ends_B = units_of(stored_ptr, length_ptr, q_len_ptr, B, BP, ITEMS, SINKS, SLIDING)
     total = tl.max(ends_B, axis=0)
     share = tl.cdiv(total, tl.num_programs(0))
     program = tl.program_id(0)
@@ -99,15 +92,8 @@ def attend_general(
         # tokens in the order of V's bytes
         i_T = i_T // 64 * 64 + i_T % 64 // 16 * 16 + i_T % 2 * 8 + i_T % 16 // 2
     while unit < end:
-        b = tl.sum((ends_B <= unit).to(tl.int32), axis=0)
-        mine_B = b_B == b
-        units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
-        before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - ITEMS * units
-        first = tl.sum(tl.where(mine_B, first_B, 0), axis=0)
-        within = (unit - before) // units
+        b, within, first, units, u0, u1 = item_at(unit, end, first_B, units_B, ends_B, BP, ITEMS)
         n = within // (ITEMS // N)
-        u0 = unit - before - within * units
-        u1 = tl.minimum(units, u0 + end - unit)
         unit += u1 - u0
         item = b * ITEMS + within
         slot = program + item

@@ -301,3 +301,32 @@ def seen(s_RT, kpos_T, there_T, qpos_R, SLIDING: tl.constexpr):
     if SLIDING > 0:
         seen_RT = seen_RT & (kpos_T[None, :] > qpos_R[:, None] - SLIDING)
     return tl.where(seen_RT, s_RT, float("-inf"))
+
+
+# schedule --------------------------------------------------------------------------------------------------------------
+@triton.jit
+def units_of(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, ITEMS: tl.constexpr, SINKS: tl.constexpr, SLIDING: tl.constexpr):
+    """Per sequence: its first visible page, the units of one item (visible pages and one for FP16 tokens), and the running sum of those of
+    all items, its own included.
+    """
+    b_B = tl.arange(0, BP)
+    pages_B = (tl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
+    first_B = tl.zeros((BP,), tl.int32)
+    if SLIDING > 0:
+        oldest_B = tl.load(length_ptr + b_B, mask=b_B < B, other=0) - tl.load(q_len_ptr + b_B, mask=b_B < B, other=0) - SLIDING + 1 - SINKS
+        first_B = tl.minimum(tl.maximum(oldest_B, 0) // 128, pages_B)
+    units_B = tl.where(b_B < B, pages_B - first_B + 1, 0)
+    return first_B, units_B, tl.cumsum(units_B * ITEMS, 0)
+
+
+@triton.jit
+def item_at(unit, end, first_B, units_B, ends_B, BP: tl.constexpr, ITEMS: tl.constexpr):
+    """Sequence, item within it, its first visible page and units, and the range of these from `unit` on that ends before `end`."""
+    b = tl.sum((ends_B <= unit).to(tl.int32), axis=0)
+    mine_B = tl.arange(0, BP) == b
+    units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
+    before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - ITEMS * units
+    first = tl.sum(tl.where(mine_B, first_B, 0), axis=0)
+    within = (unit - before) // units
+    u0 = unit - before - within * units
+    return b, within, first, units, u0, tl.minimum(units, u0 + end - unit)
