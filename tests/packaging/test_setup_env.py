@@ -69,7 +69,7 @@ def test_the_second_call_does_nothing(world: World) -> None:
 
 def test_the_tests_need_more_than_the_demo_and_include_it(world: World) -> None:
     world.set_up("demo")
-    assert world.set_up("test") == [".[hf,report,metrics,deepspeed,dev]"]
+    assert world.set_up("test") == [".[hf,report,metrics,deepspeed,megatron,dev]"]
     assert world.set_up("demo") == world.set_up("test") == []
 
 
@@ -148,7 +148,7 @@ def test_pip_that_fails_says_what_to_do_and_the_next_call_goes_on(tmp_path: Path
     assert world.module.read_state() == {"root": str(tmp_path)}
     (world.module.VENV / "kept").touch()
     monkeypatch.setattr(world.module, "pip_install", world.pip_install)
-    assert world.set_up("test") == [".[hf,report,metrics,deepspeed,dev]"]
+    assert world.set_up("test") == [".[hf,report,metrics,deepspeed,megatron,dev]"]
     assert (world.module.VENV / "kept").exists()
 
 

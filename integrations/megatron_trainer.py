@@ -1,0 +1,314 @@
+"""Fits the probes of one pipeline stage while its routers move: the arithmetic of `probes.trainer`, for a model in training.
+
+What differs from a fit on a trace: gates and norms are read anew at every step; the loss is in units of the stale gate's divergence, which
+is followed as the router sharpens; sums go over the ranks of the stage alone; and every local layer has a row at every horizon, used or
+not, so that a checkpoint has one shape per layer. Nothing here touches the model's autograd graph, its gradients or the random streams.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from moe_prefetch.errors import ShapeError
+from moe_prefetch.probes.probe import GateSpec, residual_logits
+from moe_prefetch.probes.targets import FitConfig, batched_hits, batched_margins, kl, unit_rms
+from moe_prefetch.probes.trainer import make_adamw, schedule
+
+LOWEST_RATE = 0.1  # share of the peak: a router that goes on moving must be followed after the schedule's end
+FOLLOW = 0.9  # decay of the units that the loss is measured in
+PARAMS = ("white_nRD", "shift_nR", "up_nER", "out_nE")
+CONSTANTS = ("white", "mean_nD", "var_n", "stale_n")
+
+
+def group_sum(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    """Sum in place over the ranks of a stage; one collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(part.view_as(t))
+
+
+@dataclass(slots=True, eq=False)
+class StageTaps:
+    """Some tokens of a pass, float32, layer-major. `moe_input` begins with the layers that the stage before sent."""
+
+    residual_LTD: torch.Tensor
+    moe_input_LTD: torch.Tensor
+    logits_LTE: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.logits_LTE.shape[1])
+
+    def take(self, index_T: torch.Tensor) -> StageTaps:
+        return StageTaps(*(t.index_select(1, index_T) for t in (self.residual_LTD, self.moe_input_LTD, self.logits_LTE)))
+
+    @staticmethod
+    def join(parts: Sequence[StageTaps]) -> StageTaps:
+        return StageTaps(*(torch.cat([getattr(t, k) for t in parts], 1) for k in StageTaps.__slots__))
+
+
+class _Rows:
+    """One horizon: moments, preconditioner and weights of all n local layers; the first `lead` of them have no tap."""
+
+    def __init__(self, n: int, experts: int, hidden: int, horizon: int, lead: int, config: FitConfig, device: torch.device) -> None:
+        self.horizon, self.lead, self.config = horizon, lead, config
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        r, m = config.rank, max(0, n - lead)
+        self.moments = {k: zeros(*shape, dtype=torch.float64) for k, shape in {
+            "count": (1,), "sum_nD": (m, hidden), "sum_nE": (m, experts), "cov": (m, hidden, hidden if config.whiten else 1),
+            "cross_nDE": (m, hidden, experts)}.items()}
+        self.white = zeros(n, hidden, hidden) if config.whiten else zeros(n, 1, hidden)
+        self.mean_nD, self.var_n, self.stale_n = zeros(n, hidden), zeros(n), zeros(n)
+        shapes = ((n, r, hidden), (n, r), (n, experts, r), (n, experts))
+        self.params = {k: zeros(*shape) for k, shape in zip(PARAMS, shapes)}
+
+    def inputs(self, taps: StageTaps, edge: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tap, router's logits) per target with a tap. `edge` layers of the stage before stand first in the taps' `moe_input`."""
+        if self.horizon == 0:
+            return taps.residual_LTD, taps.logits_LTE
+        first = edge - self.horizon + self.lead
+        return taps.moe_input_LTD[first : first + taps.logits_LTE.shape[0] - self.lead], taps.logits_LTE[self.lead :]
+
+    def accumulate(self, u_nTD: torch.Tensor, y_nTE: torch.Tensor, gate_nED: torch.Tensor) -> None:
+        m, r_nTE = self.moments, y_nTE - torch.bmm(u_nTD, gate_nED.mT)
+        m["count"] += u_nTD.shape[1]
+        m["sum_nD"] += u_nTD.sum(1)
+        m["cov"] += torch.bmm(u_nTD.mT, u_nTD) if self.config.whiten else u_nTD.square().sum(1).unsqueeze(2)
+        m["cross_nDE"] += torch.bmm(u_nTD.mT, r_nTE)
+        m["sum_nE"] += r_nTE.sum(1)
+
+    def start(self, norm_nD: torch.Tensor, generator: torch.Generator, group: Any) -> None:
+        """The ridge solution and the whitening, from the moments of all ranks of the stage (formulas: `probes.trainer`)."""
+        m, lead = self.moments, self.lead
+        n, d, _ = m["cross_nDE"].shape
+        if n == 0:
+            return
+        group_sum(list(m.values()), group)
+        c, norm, mean_e = m["count"], norm_nD.double(), m["sum_nE"] / m["count"]
+        mean, rows, k = m["sum_nD"] / c * norm, self.params["white_nRD"][lead:], 0
+        self.mean_nD[lead:] = mean.float()
+        if self.config.whiten:
+            cov = m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
+            cross = m["cross_nDE"] / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
+            floor = 5e-4 * cov.diagonal(dim1=1, dim2=2).median(-1).values.clamp_min(1e-12)
+            eye = torch.eye(d, dtype=torch.float64, device=cov.device).expand(n, d, d)
+            white = torch.linalg.solve_triangular(torch.linalg.cholesky(cov + floor.view(-1, 1, 1) * eye), eye, upper=False)
+            self.white[lead:] = white.float()
+            left, strength, right = torch.linalg.svd((torch.bmm(white, cross) / (1 + self.config.ridge)).cpu(), full_matrices=False)
+            k = min(self.config.linear, strength.shape[-1])
+            root = strength[:, :k].clamp_min(1e-12).sqrt()
+            rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)
+            self.params["up_nER"][lead:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(rows.device)
+        else:
+            var = (m["cov"].squeeze(2) / c * norm.square() - mean.square()).clamp_min(0)
+            self.white[lead:] = (var + 5e-4 * var.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
+        rows[:, k:] = (torch.randn(n, self.config.rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
+        self.params["out_nE"][lead:] = mean_e.float()
+
+    def folded(self, params: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(down, shift, up, out) of every target with a tap, for inputs with the target's norm weight applied."""
+        white_nRD, shift, up, out = (params[k][self.lead :] for k in PARAMS)
+        white = self.white[self.lead :]
+        down = torch.bmm(white_nRD, white) if self.config.whiten else white_nRD * white
+        return down, shift - torch.bmm(down, self.mean_nD[self.lead :].unsqueeze(2)).squeeze(2), up, out
+
+    def logits(self, u_nTD: torch.Tensor, params: dict[str, torch.Tensor], gate_nED: torch.Tensor, norm_nD: torch.Tensor) -> torch.Tensor:
+        down, *rest = self.folded(params)
+        return torch.bmm(u_nTD, gate_nED.mT) + residual_logits(u_nTD, down * norm_nD.unsqueeze(1), *rest, linear=self.config.linear)
+
+    def loss(self, z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
+        """Mean over tokens, sum over targets: KL in units of the stale gate's, and the binary term at the top-k boundary."""
+        loss = (kl(z_nTE, y_nTE) / self.stale_n[self.lead :]).sum()
+        if self.config.rank_weight:
+            width = (self.config.tau * self.var_n[self.lead :].sqrt()).view(-1, 1, 1)
+            m_z, m_y = batched_margins(z_nTE, specs), batched_margins(y_nTE, specs)
+            loss = loss + self.config.rank_weight * F.binary_cross_entropy_with_logits(
+                m_z / width, (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
+        return loss
+
+    def units(self, u_nTD: torch.Tensor, y_nTE: torch.Tensor, gate_nED: torch.Tensor) -> torch.Tensor:
+        """[2, n]: variance of the router's logits and divergence of the stale gate on these tokens, zero where there is no tap."""
+        out = torch.zeros(2, len(self.var_n), device=y_nTE.device)
+        out[0, self.lead :] = y_nTE.var((1, 2), correction=0)
+        out[1, self.lead :] = kl(torch.bmm(u_nTD, gate_nED.mT), y_nTE)
+        return out
+
+
+class StageTrainer:
+    """Life: `accumulate` some passes, `start`, then `step`. All ranks of `group` must make the same calls; each feeds its own tokens.
+
+    layers     MoE layers of this chunk of the model          edge  layers of the chunk before whose MoE input comes with the taps (0 to 2)
+    config     `dropout` is not for training alongside: it would draw random numbers
+    """
+
+    def __init__(self, layers: int, experts: int, hidden: int, eps: float, config: FitConfig, device: torch.device, group: Any,
+                 edge: int) -> None:
+        if config.dropout:
+            raise ShapeError("dropout in a probe draws from the model's random stream", where="StageTrainer", expected="dropout=0",
+                             do="leave it out of the FitConfig")
+        self.layers, self.eps, self.config, self.device, self.group, self.edge = layers, eps, config, device, group, edge
+        leads = {h: max(0, h - edge) for h in config.horizons}
+        self.horizons = [_Rows(layers, experts, hidden, h, leads[h], config, device) for h in config.horizons]
+        self.done, self.started = 0, False
+
+    @property
+    def targets(self) -> int:
+        """Pairs of a layer and a horizon that are fitted here."""
+        return sum(max(0, self.layers - h.lead) for h in self.horizons)
+
+    def _inputs(self, taps: StageTaps, gates: Sequence[GateSpec]) -> Any:
+        norm_nD = torch.stack([g.norm_D.detach().float() for g in gates])
+        gate_nED = torch.stack([g.weight_ED.detach().float() for g in gates]) * norm_nD.unsqueeze(1)
+        for h in self.horizons:
+            if h.lead < self.layers:
+                u, y = h.inputs(taps, self.edge)
+                yield h, unit_rms(u, self.eps), y.float(), gate_nED[h.lead :], norm_nD[h.lead :], gates[h.lead :]
+
+    @torch.no_grad()
+    def accumulate(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:
+        for h, u, y, gate, _, _ in self._inputs(taps, gates):
+            h.accumulate(u, y, gate)
+
+    @torch.no_grad()
+    def start(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:
+        """From the moments so far; `taps` (the last of them will do) say how large the start's own divergence is."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        norm_nD = torch.stack([g.norm_D.detach().float() for g in gates])
+        for h in self.horizons:
+            h.start(norm_nD[h.lead :], generator, self.group)
+            h.moments = {}
+        units, seen = self._units(taps, gates)
+        group_sum([units, seen], self.group)
+        self._follow(units, seen, 0.0)
+        self._begin()
+
+    def _units(self, taps: StageTaps, gates: Sequence[GateSpec]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[horizons, 2, n] of this rank, and [1]: whether it has tokens."""
+        units = torch.zeros(len(self.horizons), 2, self.layers, device=self.device)
+        if taps.tokens:
+            for h, u, y, gate, _, _ in self._inputs(taps, gates):
+                units[self.horizons.index(h)] = h.units(u, y, gate)
+        return units, torch.full((1,), float(taps.tokens > 0), device=self.device)
+
+    def _follow(self, units: torch.Tensor, seen: torch.Tensor, decay: float) -> None:
+        """Take over what all ranks saw (their sum, and how many saw tokens)."""
+        weight = (1 - decay) * seen.clamp(max=1.0)
+        mean = units / seen.clamp_min(1.0)
+        for h, (var, stale) in zip(self.horizons, mean):
+            h.var_n.lerp_(var.clamp_min(1e-12), weight)
+            h.stale_n.lerp_(stale.clamp_min(1e-9), weight)
+
+    def _begin(self) -> None:
+        for h in self.horizons:
+            for p in h.params.values():
+                p.requires_grad_(True)
+        self.optimiser = make_adamw(self._params(), self.config.lr, self.config.weight_decay)
+        self.average = [{k: v.detach().clone() for k, v in h.params.items()} for h in self.horizons]
+        self.started = True
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for h in self.horizons for p in h.params.values()]
+
+    @torch.enable_grad()
+    def step(self, taps: StageTaps, gates: Sequence[GateSpec]) -> torch.Tensor:
+        """One update; returns this rank's loss per target as a 0-d tensor (reading it synchronises). No tokens give no gradient."""
+        rate = self.config.lr * max(schedule(self.done, self.config), LOWEST_RATE if self.done >= self.config.warmup else 0.0)
+        for slot in self.optimiser.param_groups:
+            slot["lr"] = rate
+        self.optimiser.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for h, u, y, gate, norm, specs in self._inputs(taps, gates):
+            if taps.tokens:
+                loss = h.loss(h.logits(u, h.params, gate, norm), y, specs)
+                loss.backward()
+                total += loss.detach()
+        params = self._params()
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        grads = [p.grad for p in params]
+        with torch.no_grad():
+            units, seen = self._units(taps, gates)
+            group_sum([*grads, units, seen], self.group)
+            self._follow(units, seen, FOLLOW)
+        if self.group is not None:
+            torch._foreach_div_(grads, dist.get_world_size(self.group))
+        self.optimiser.step()
+        self.done += 1
+        decay = min(self.config.ema, self.done / (self.done + 10))
+        torch._foreach_lerp_([a[k] for a in self.average for k in PARAMS], [p.detach() for p in params], 1 - decay)
+        return total / max(1, self.targets)
+
+    @torch.no_grad()
+    def hits(self, taps: StageTaps, gates: Sequence[GateSpec]) -> list[torch.Tensor]:
+        """Per horizon, how many of the router's choices the averaged weights forecast, float64 [targets], on this rank's tokens."""
+        return [batched_hits(h.logits(u, a, gate, norm), y, specs)
+                for a, (h, u, y, gate, norm, specs) in zip(self._averages(), self._inputs(taps, gates))]
+
+    def _averages(self) -> list[dict[str, torch.Tensor]]:
+        return [a for a, h in zip(self.average, self.horizons) if h.lead < self.layers]
+
+    @torch.no_grad()
+    def learnt(self, horizon: int) -> list[tuple[torch.Tensor, ...] | None]:
+        """(down_RD, shift_R, up_ER, out_E) of the averaged weights per local layer, for inputs with the target's norm weight applied; None
+        where there is no tap."""
+        i = self.config.horizons.index(horizon)
+        h = self.horizons[i]
+        parts = h.folded(self.average[i])
+        return [None if t < h.lead else tuple(p[t - h.lead] for p in parts) for t in range(self.layers)]
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+    def layer_state(self, layer: int) -> dict[str, torch.Tensor]:
+        """Everything that belongs to one local layer, horizons stacked first: weights, averages, optimiser moments, constants; and
+        `done` int64 [1], -1 before the start. Shapes do not depend on what has been done."""
+        out = {"done": torch.tensor([self.done if self.started else -1])}
+        for k in CONSTANTS:
+            out[k] = torch.stack([getattr(h, k)[layer] for h in self.horizons])
+        for k in PARAMS:
+            out[k] = torch.stack([h.params[k].detach()[layer] for h in self.horizons])
+            average = self.average if self.started else [h.params for h in self.horizons]
+            out["average." + k] = torch.stack([a[k].detach()[layer] for a in average])
+            for name in ("exp_avg", "exp_avg_sq"):
+                slots = [self.optimiser.state.get(h.params[k], {}) if self.started else {} for h in self.horizons]
+                out[f"{name}.{k}"] = torch.stack([s[name][layer] if name in s else torch.zeros_like(h.params[k][layer])
+                                                  for s, h in zip(slots, self.horizons)])
+        return {k: v.detach().clone() for k, v in out.items()}
+
+    @torch.no_grad()
+    def load_layer_state(self, layer: int, state: dict[str, torch.Tensor]) -> None:
+        """The reverse of `layer_state`, for one layer after the other. Raises ShapeError when it belongs to other settings."""
+        have = self.layer_state(layer)
+        wrong = [k for k, v in have.items() if k not in state or tuple(state[k].shape) != tuple(v.shape)]
+        if wrong:
+            raise ShapeError(f"the saved probe does not fit: {', '.join(wrong)}", where=f"layer {layer}",
+                             expected=str({k: tuple(have[k].shape) for k in wrong}), do="use the FitConfig that it was saved with")
+        done = int(state["done"][0])
+        if done < 0:
+            return
+        if not self.started:
+            self._begin()
+        self.done = done
+        for i, h in enumerate(self.horizons):
+            for k in CONSTANTS:
+                getattr(h, k)[layer] = state[k][i].to(self.device)
+            for k in PARAMS:
+                p = h.params[k]
+                p[layer] = state[k][i].to(self.device)
+                self.average[i][k][layer] = state["average." + k][i].to(self.device)
+                slot = self.optimiser.state[p]
+                if not slot:
+                    slot |= {"step": torch.tensor(float(done), device=p.device), "exp_avg": torch.zeros_like(p),
+                             "exp_avg_sq": torch.zeros_like(p)}
+                for name in ("exp_avg", "exp_avg_sq"):
+                    slot[name][layer] = state[f"{name}.{k}"][i].to(self.device)

@@ -1,0 +1,6 @@
+"""Megatron-core 0.16.1, the last version for Python 3.11; `checks.py` has the tests."""
+from tests.integrations.megatron.checks import Checks
+
+
+class TestMegatron016(Checks):
+    version = "0.16.1"

@@ -1,0 +1,76 @@
+"""Runs cases in forked groups of processes, since importing Megatron-core takes seconds and a case takes less than one.
+
+python -m tests.integrations.megatron.worker FOLDER [case ...]      one `<case>.<rank>.json` per rank, `<case>.<rank>.error` where it failed
+"""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEADLINE = timedelta(seconds=90)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank(rank: int, world: int, port: int, names: list[str], folder: Path) -> None:
+    from tests.integrations.megatron.cases import CASES
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=DEADLINE)
+    for name in names:
+        try:
+            start = time.process_time()
+            result = CASES[name].run(folder) | {"seconds": time.process_time() - start}
+            (folder / f"{name}.{rank}.json").write_text(json.dumps(result))
+        except Exception:  # noqa: BLE001 whatever it is, a test shows it
+            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+            # The others wait in a collective: they are ended by the parent.
+            os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _group(world: int, names: list[str], folder: Path) -> None:
+    while names:
+        try:
+            mp.start_processes(_rank, args=(world, _free_port(), names, folder), nprocs=world, start_method="fork")
+            return
+        except Exception as error:
+            failed = [i for i, n in enumerate(names) if list(folder.glob(f"{n}.*.error"))]
+            if not failed:
+                raise
+            print(f"{names[failed[-1]]} failed: {error}".splitlines()[0], file=sys.stderr)
+            names = names[failed[-1] + 1 :]
+
+
+def main() -> None:
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    from moe_prefetch.integrations import megatron_cpu
+
+    megatron_cpu.install()
+    from tests.integrations.megatron.cases import CASES
+
+    for world in sorted({c.world for c in CASES.values()}):
+        _group(world, [n for n, c in CASES.items() if c.world == world and (n in wanted if wanted else not c.asked)], folder)
+
+
+if __name__ == "__main__":
+    main()
