@@ -29,6 +29,9 @@ from moe_prefetch.kv.format import FORMATS, PageLayout
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
     "q_ptr": "*bf16",
+    "q8_ptr": "*fp8e4nv",
+    "qo_ptr": "*fp16",
+    "qf_ptr": "*fp32",
     "q_len_ptr": "*i32",
     "pool_ptr": "*u8",
     "table_ptr": "*i32",
@@ -39,9 +42,6 @@ TYPES = {
     "recent_k_ptr": "*fp16",
     "recent_v_ptr": "*fp16",
     "recent_first_ptr": "*i32",
-    "channels_ptr": "*i32",
-    "k_mean_ptr": "*fp32",
-    "k_gain_ptr": "*fp32",
     "part_ptr": "*fp32",
     "ml_ptr": "*fp32",
     "span_ptr": "*i32",
@@ -54,8 +54,8 @@ TYPES = {
 CASES = {
     "g4_d128_o8": ("fp4-quality", 128, 4, 8),
     "g8_d128_o8": ("fp4-quality", 128, 8, 8),
-    "g4_d128_o4": ("fp4-72", 128, 4, 4),
-    "g8_d128_o4": ("fp4-72", 128, 8, 4),
+    "g4_d128_o3": ("fp4-72", 128, 4, 3),
+    "g8_d128_o3": ("fp4-72", 128, 8, 3),
     "g4_d128_o0": ("fp4-72", 128, 4, 0),
     "g8_d128_o0": ("fp4-72", 128, 8, 0),
     "g4_d64_o1": ("fp4-72", 64, 4, 1),
@@ -75,6 +75,9 @@ def machine_code(name: str) -> str:
         "T": 1,
         "D": dim,
         "OUT": outliers,
+        "KC": 2 if rows == 4 else dim // 64,
+        "HL": 2 if dim // 64 * rows * 2 <= 16 else 1,
+        "XC": max(16, rows),
         "SINKS": 4,
         "RING": 65,
         "SLIDING": 0,
@@ -86,12 +89,14 @@ def machine_code(name: str) -> str:
         "KO_AT": at["k_outliers"],
         "TRAILER_AT": at["trailer"],
         "STAGES": fused.STAGES,
-        "RECENT": fused.RECENT,
+        "W1": fused.W1,
+        "W2": fused.W2,
         "PDL": True,
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(TYPES.values()) if t.startswith("*")}
+    types = {**TYPES, "qo_ptr": "*fp16" if outliers > 3 else "*fp32"}
     source = ASTSource(
-        fn=fused.attend_pages, signature={**TYPES, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=attrs
+        fn=fused.attend_pages, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=attrs
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": fused.REGISTERS})
     with tempfile.TemporaryDirectory() as folder:

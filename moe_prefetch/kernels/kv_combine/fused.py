@@ -16,19 +16,19 @@ def combine(
     SOFTCAP: tl.constexpr, LOGIT: tl.constexpr,
     SB: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One query row: its partial results, of pages and of FP16 tokens, and the learned logit. out FP32 [B, N, G, OUT_T, D]."""
+    """DP channels of one query row: its partial results, of pages and of FP16 tokens, the learned logit. out FP32 [B, N, G, OUT_T, D]."""
     item = tl.program_id(0) // R
     r = tl.program_id(0) % R
     n = item % N
-    d_D = tl.arange(0, DP)
-    on_D = d_D < D
+    d_D = tl.arange(0, DP) + tl.program_id(1) * DP
     s_S = tl.arange(0, SB)
     shift = 0.0
     if SOFTCAP == 0:
         # q . K mean belongs to every stored score
-        q_D = tl.load(q_ptr + (item * R + r) * D + d_D, mask=on_D, other=0).to(tl.float32)
-        shift = tl.sum(q_D * tl.load(k_mean_ptr + n * D + d_D, mask=on_D, other=0), axis=0) * scale_log2
-    gain_D = 1.0 / tl.load(v_gain_ptr + n * D + d_D, mask=on_D, other=1.0)
+        all_D = tl.arange(0, D)
+        q_D = tl.load(q_ptr + (item * R + r) * D + all_D).to(tl.float32)
+        shift = tl.sum(q_D * tl.load(k_mean_ptr + n * D + all_D), axis=0) * scale_log2
+    gain_D = 1.0 / tl.load(v_gain_ptr + n * D + d_D)
     b = item // N
     q_at = t_at + r % T
     q_len = tl.load(q_len_ptr + b)
@@ -40,7 +40,7 @@ def combine(
     row = (recent_slot + item) * R + r
     m_recent = tl.load(ml_ptr + row * 2)
     l_recent = tl.load(ml_ptr + row * 2 + 1)
-    recent_D = tl.load(part_ptr + row * D + d_D, mask=on_D, other=0)
+    recent_D = tl.load(part_ptr + row * D + d_D)
     m = NONE
     total = 0.0
     acc_D = tl.zeros((DP,), tl.float32)
@@ -49,7 +49,7 @@ def combine(
         on_S = s + s_S < s1
         m_S = tl.load(ml_ptr + row_S * 2, mask=on_S, other=NONE)
         l_S = tl.load(ml_ptr + row_S * 2 + 1, mask=on_S, other=0)
-        part_SD = tl.load(part_ptr + row_S[:, None] * D + d_D[None, :], mask=on_S[:, None] & on_D[None, :], other=0)
+        part_SD = tl.load(part_ptr + row_S[:, None] * D + d_D[None, :], mask=on_S[:, None], other=0)
         new = tl.maximum(m, tl.max(m_S, axis=0))
         alpha = exp2(m - new)
         w_S = exp2(m_S - new)
@@ -73,5 +73,5 @@ def combine(
         seen = there
     safe = tl.where(seen, total, 1.0)
     out_row = (item * (R // T) + r // T) * OUT_T + q_at
-    tl.store(out_ptr + out_row * D + d_D, tl.where(seen, acc_D / safe, 0.0), mask=on_D)
+    tl.store(out_ptr + out_row * D + d_D, tl.where(seen, acc_D / safe, 0.0))
     tl.store(lse_ptr + out_row, tl.where(seen, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf")))

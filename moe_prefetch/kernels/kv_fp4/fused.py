@@ -94,6 +94,16 @@ def word_of(at, t_T, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def three_of(at, t_T):
+    """Three halves of each token's row of 6 bytes at byte pointer `at`: the first two in a word, the third in the low bits of one."""
+    w_T = at.to(tl.pointer_type(tl.int32)) + t_T * 3 // 2
+    a_T = tl.load(w_T)
+    b_T = tl.load(w_T + 1)
+    odd_T = t_T % 2 == 1
+    return tl.where(odd_T, (a_T >> 16 & 0xFFFF) | b_T << 16, a_T), tl.where(odd_T, b_T >> 16, b_T)
+
+
+@triton.jit
 def seen(s_TR, kpos_T, there_T, qpos_R, T: tl.constexpr, SLIDING: tl.constexpr):
     """-inf where a key is absent, or not visible to its query."""
     if T == 1 and SLIDING == 0:
