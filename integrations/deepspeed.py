@@ -42,7 +42,7 @@ from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.experts.mover import bounce_buffers
 from moe_prefetch.experts.store import RecordLayout
 from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
-from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, autoep_works
+from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works
 from moe_prefetch.integrations.deepspeed_training import ProbeFit
 from moe_prefetch.integrations.transformers import TransformersModel
 from moe_prefetch.probes.probe import RoutingProbe
@@ -63,7 +63,8 @@ def open_module(module: nn.Module) -> HostModel:
     if MoE in kinds:
         return MoEModel(module)
     if isinstance(module, PreTrainedModel):
-        return open_model(module)  # type: ignore[return-value]
+        host: TransformersModel = open_model(module)  # type: ignore[assignment]
+        return OwnExperts(module) if host.tensors(0, 0)["down"].is_cuda else host
     raise UnsupportedModelError(f"{type(module).__name__} has no MoE layers that we know", where="DeepSpeed",
                                 expected="a transformers MoE model, or deepspeed.moe.layer.MoE itself (no subclass)",
                                 do="dense models need no expert prefetch")

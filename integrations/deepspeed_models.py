@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import ConfigError, UnsupportedModelError
+from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.integrations.deepspeed_experts import Activation, Handles, Held, MoEPrefetchPolicy, Weight
 from moe_prefetch.integrations.transformers import FAMILIES, TransformersModel
 from moe_prefetch.probes.probe import GateSpec
@@ -79,6 +80,28 @@ class AutoEPModel(Held, TransformersModel):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class OwnExperts(TransformersModel):
+    """A transformers model whose experts are in an accelerator's memory. There nothing moves, and its own grouped kernels are faster than
+    our loop over experts: they stay, and the KV cache alone is ours."""
+
+    _busy: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    def check_free(self) -> None:
+        super().check_free()
+        if self.model in self._busy:
+            raise SessionError("a session is attached to this model already", where=type(self.model).__name__, do="detach it first")
+
+    def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
+        self.check_free()
+        self._busy.add(self.model)
+        self._hook(taps, kv, self._handles)
+
+    def uninstall(self) -> None:
+        if self._handles:
+            self._busy.discard(self.model)
+        super().uninstall()
 
 
 class MoEModel(Held):

@@ -17,6 +17,7 @@ from tests.models import logits_of, prompt
 from tests.tiny import tiny
 
 DISK = {"experts": {"home": "disk", "resident": "25%", "threads": 2}}
+HALF = {"experts": {"home": "disk", "resident": "50%", "threads": 2}}
 KV = {"kv": {"format": "fp4-quality", "window": 4, "sinks": 2}}
 
 
@@ -141,7 +142,7 @@ class Net(nn.Module):
 def own_layer(rank: int, world: int) -> dict[str, Any]:
     """`deepspeed.moe.layer.MoE` in evaluation, its experts over a group of `world` ranks."""
     net = Net(world)
-    engine, *_ = deepspeed.initialize(model=net, config={"train_micro_batch_size_per_gpu": 1, "moe_prefetch": DISK})
+    engine, *_ = deepspeed.initialize(model=net, config={"train_micro_batch_size_per_gpu": 1, "moe_prefetch": HALF})
     engine.eval()
     ids = torch.randint(0, 32, (2, 24), generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():

@@ -72,8 +72,12 @@ def fitted(rank: int, world: int, stage: str) -> dict[str, Any]:
     # It belongs to the routers as they are now.
     loaded = RoutingProbe.from_pretrained(Path(folder[0]) / "probe", mpd.open_module(engine.module).gates)
     out["read"] = loaded.layers == 3
-    out["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net_.modules())
+    out["hooks"] = hooks(net_) - hooks(stock_net)
     return out
+
+
+def hooks(net: Any) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
 def uneven(rank: int, world: int) -> dict[str, Any]:
