@@ -30,6 +30,8 @@ from .rows import Journal, Row
 
 CHECKED = "tests/kv/test_attention.py::test_one_pass_equals_stepwise_decode"
 SINKS = 4
+# Said often enough for a model of 135 million parameters.
+SAY = ("The", "Remember: the", "Again: the", "I repeat: the", "Do not forget: the")
 PARTS = 8  # of a text, for drift by position
 
 
@@ -108,7 +110,7 @@ class Job:
         """Names one measurement in a journal: all that its figures depend on."""
         text = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         span = self.span or self.length
-        kind = "passkey" if self.passkey else "drift"
+        kind = f"passkey x{len(SAY)}" if self.passkey else "drift"
         return {
             "kind": kind, "model": self.model, "scheme": scheme, "length": self.length, "number": number,
             "text": text, "calibration": self.calibration, "span": span,
@@ -216,9 +218,13 @@ class Bench:
         """(ids [S] of a text with a key hidden in it, asked for and answered at the end; tokens of the answer)."""
         rng = random.Random(number)
         key = str(rng.randrange(10000, 99999))
-        note = self.encode(f"\nThe secret number is {key}. Remember: the secret number is {key}.\n")
-        ask, answer = self.encode("\nThe secret number is"), self.encode(f" {key}")
+        note = self.encode("\n" + " ".join(f"{say} secret number is {key}." for say in SAY) + "\n")
+        ask, answer = self.encode("\nRemember: the secret number is"), self.encode(f" {key}")
         room = self.job.length - len(note) - len(ask) - len(answer)
+        if room < 1:
+            raise ConfigError(
+                f"{self.job.length} tokens can't hide a key", where="--length", expected=f"more than {self.job.length - room}", do="give more"
+            )
         depth, start = rng.randrange(room), rng.randrange(len(self.ids) - room)
         body = self.ids[start : start + room].tolist()
         return torch.tensor(body[:depth] + note + body[depth:] + ask + answer, device=self.job.device), len(answer)
