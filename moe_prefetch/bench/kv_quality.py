@@ -222,9 +222,8 @@ class Bench:
         ask, answer = self.encode("\nRemember: the secret number is"), self.encode(f" {key}")
         room = self.job.length - len(note) - len(ask) - len(answer)
         if room < 1:
-            raise ConfigError(
-                f"{self.job.length} tokens can't hide a key", where="--length", expected=f"more than {self.job.length - room}", do="give more"
-            )
+            need = self.job.length - room
+            raise ConfigError(f"{self.job.length} tokens can't hide a key", where="--length", expected=f"more than {need}", do="give more")
         depth, start = rng.randrange(room), rng.randrange(len(self.ids) - room)
         body = self.ids[start : start + room].tolist()
         return torch.tensor(body[:depth] + note + body[depth:] + ask + answer, device=self.job.device), len(answer)
