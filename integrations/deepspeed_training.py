@@ -17,11 +17,9 @@ import torch.distributed as dist
 from moe_prefetch.config import FitSection
 from moe_prefetch.errors import MoEPrefetchError, ReleaseError, SessionError, ShapeError
 from moe_prefetch.probes.collect import Collector, Step
-from moe_prefetch.probes.fit import OnlineFit
+from moe_prefetch.probes.fit import FitConfig, OnlineFit, Taps, Trainer
 from moe_prefetch.probes.fit import finish as write
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, RoutingProbe
-from moe_prefetch.probes.targets import FitConfig, Taps
-from moe_prefetch.probes.trainer import Trainer
 
 HELD_OUT_EVERY = 8  # of so many passes one is kept back
 
