@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_prefetch.kernels.kv_attend import general
+from moe_prefetch.kernels.kv_attend import fused, general, general_latent
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
+from moe_prefetch.kernels.kv_attend.op import path_of
 from moe_prefetch.kernels.kv_encode.records import encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
@@ -120,3 +121,13 @@ def test_serves_what_it_can_read() -> None:
         for dim in (64, 80, 96, 112, 128, 192, 256):
             assert general.serves(layout(name, dim), 8)
     assert not general.serves(PageLayout(FORMATS["fp4-72"], 512, 0, 0, 64), 16)
+
+
+def test_each_layout_takes_the_fastest_path_that_reads_it() -> None:
+    gpu = torch.device("cuda")
+    assert path_of(gpu, layout("fp4-72", 128, 4), 8) is fused.attend
+    for name, dim in (("fp8", 128), ("fp16", 64), ("nvfp4", 128), ("fp4-72", 80), ("fp4-72-c64", 128)):
+        assert path_of(gpu, layout(name, dim), 8) is general.attend
+    assert path_of(gpu, PageLayout(FORMATS["fp4-72"], 512, 0, 0, 64), 16) is general_latent.attend
+    assert path_of(gpu, PageLayout(FORMATS["nvfp4"], 512, 0, 0, 64), 16) is attend_naive
+    assert path_of(torch.device("cpu"), layout("fp8", 128), 8) is attend_naive

@@ -263,7 +263,7 @@ def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int]:
     """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then)."""
     wide = max(layout.k_dim, layout.v_dim) > 128
     if layout.format.code == "fp4":
-        return 16, 128 if layout.format.order == "planes" else 64, 8 if wide else 4, 255, 1 if wide else 2
+        return 16, 128 if layout.format.order == "planes" else 64, *((8, 128, 2) if wide else (4, 168, 3))
     if wide:
         return 16, 32 if layout.format.code == "fp16" else 64, 4, 255, 2
     return (16, 64, 4, 168, 3) if rows <= 16 else (32, 64, 4, 255, 2)

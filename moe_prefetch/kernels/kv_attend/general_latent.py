@@ -258,7 +258,7 @@ def attend_latent(
                 if CODE == FP8:
                     # the scale joins the exponent, under a maximum of its own, so that p fills FP16
                     s_TR += (byte_at(base + KS_AT, t_T) - 127).to(tl.float32)[:, None]
-                    p_TR, alpha_R, mv_R, _ = softmax_step(s_TR, mv_R, l_TR)
+                    p_TR, alpha_R, mv_R, _unused_TR = softmax_step(s_TR, mv_R, l_TR)
                 if CODE > FP8:
                     # accumulators are in units of the page's factor, a power of two
                     alpha_R = alpha_R * (past / factor)

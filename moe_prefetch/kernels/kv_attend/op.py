@@ -21,9 +21,9 @@ def path_of(device: torch.device, layout: PageLayout, group: int) -> Callable[..
     A fused module has `serves(layout, group)` and `attend`, which takes what `attend_naive` takes.
     """
     if device.type == "cuda":
-        from . import fused
+        from . import fused, general, general_latent
 
-        for module in (fused,):
+        for module in (fused, general, general_latent):
             if module.serves(layout, group):
                 return module.attend
     return attend_naive
