@@ -223,6 +223,17 @@ def sdpa_us(case: Case) -> tuple[float, str]:
     return best
 
 
+def stamp_of(commit: str) -> dict[str, str]:
+    """The columns that say where a row comes from."""
+    return {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     ap = argparse.ArgumentParser(prog="kv-attend", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", required=True)
@@ -242,13 +253,7 @@ def main(argv: list[str] | None = None) -> int:
             ap.error(f"{name} is no constant of the kernel")
         setattr(fused, name, int(value))
     torch.manual_seed(0)
-    stamp = {
-        "machine": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": a.commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    stamp = stamp_of(a.commit)
     rows: list[dict[str, object]] = []
     print(f"{'case':26s} {'us':>7s} {'GB/s':>6s} {'SDPA':>7s} {'x':>5s} {'bytes':>6s}  err / peaky")
     for case in CASES:
