@@ -1,6 +1,6 @@
 """Compile the general attention for sm_90 and say what its machine code is like. No GPU is needed.
 
-usage: python tests/kernels/general_code.py [NAME ...]
+usage: python tests/kernels/general_code.py [NAME ... | native]
 
 One JSON object a line: name, loop (instructions of the loop over pages, a tile of tokens), registers, shared bytes, mma (tensor
 instructions in the loop), spills (stores to local memory in the loop), reloads (loads from there: addresses that no register
@@ -98,6 +98,17 @@ def facts(name: str) -> dict[str, object]:
     }
 
 
+def native_facts() -> dict[str, object]:
+    """The scores' product on sm_100: block-scaled tensor instructions that read E2M1 and E8M0 as stored."""
+    layout = PageLayout(FORMATS["mxfp4"], 128, 128)
+    constants = general.constants(layout, 8, 8, 1, 8, sinks=4, ring=65, sliding=0, softcap=0.0, natively=True)
+    ptx = compiled(general.attend_general, constants, 100).asm["ptx"]
+    return {"name": "native", "scaled": len(re.findall(r"tcgen05\.mma\S*mxf8f6f4\S*block_scale", ptx))}
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["native"]:
+        print(json.dumps(native_facts()))
+        sys.exit()
     for case in sys.argv[1:] or CASES:
         print(json.dumps(facts(case)), flush=True)

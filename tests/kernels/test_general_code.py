@@ -47,3 +47,8 @@ def test_within_budget(names: list[str]) -> None:
         assert fact["reloads"] <= 32, fact
         assert fact["mma"] == mma, fact
         assert fact["loop"] <= loop, fact
+
+
+def test_blackwell_reads_mxfp4_keys_as_they_are_stored() -> None:
+    (fact,) = run("general_code.py", "native")
+    assert fact["scaled"] == 4, "128 channels are four steps of 32"

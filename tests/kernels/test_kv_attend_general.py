@@ -109,6 +109,13 @@ def test_unused_bytes_never_show(name: str) -> None:
     assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_path_of_blackwell(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q in two E4M3 terms, and the order of what the block-scaled product reads; here its operands are decoded."""
+    monkeypatch.setattr(general, "native", lambda *_: True)
+    compare(*case(layout("mxfp4", dim), 5, [300, 40], draft=2, learned_sink=True), 2e-3)
+
+
 def test_no_row_sees_anything() -> None:
     args, kw = case(layout("fp8", 80), 4, [0, 0])
     out, lse = general.attend(*args, **kw)

@@ -12,7 +12,24 @@ import triton.language as tl
 
 from ...kv.format import PageLayout
 from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2
-from .general_tiles import FP8, PLANES, UNIT, byte_at, item_at, k_piece, q_page, q_piece, scale32, seen, units_of, v_piece, width, zeros
+from .general_tiles import (
+    FP8,
+    PLANES,
+    UNIT,
+    byte_at,
+    item_at,
+    k_native,
+    k_piece,
+    q_native,
+    q_page,
+    q_piece,
+    scale32,
+    seen,
+    units_of,
+    v_piece,
+    width,
+    zeros,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -69,7 +86,7 @@ def attend_general(
     KNB: tl.constexpr, VNB: tl.constexpr, OUT: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
-    TT: tl.constexpr, STAGES: tl.constexpr,
+    TT: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """Partial attention: each program takes an equal share of the flat list of units.
 
@@ -132,7 +149,10 @@ def attend_general(
         t0 = (first + u0) * (128 // TT)
         t1 = (first + tl.minimum(u1, units - 1)) * (128 // TT)
         if t0 < t1:
-            qs = q_page(q_at, row_R, on_R, gain_at, norm_R, D, CODE, BF)
+            if NATIVE:
+                qs = q_native(q_at, row_R, on_R, gain_at, norm_R, D, RP)
+            else:
+                qs = q_page(q_at, row_R, on_R, gain_at, norm_R, D, CODE, BF)
             if OUT > 0:
                 o_O = tl.arange(0, 16)
                 ch_O = tl.load(channels_ptr + n * OUT + o_O, mask=o_O < OUT, other=-1)
@@ -148,12 +168,15 @@ def attend_general(
                 at = (pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES + TRAILER_AT).to(tl.pointer_type(tl.float32))
                 t_T = t % (128 // TT) * TT + i_T
                 there_T = t // (128 // TT) * 128 + t_T < stored
-                s_RT = tl.zeros((RP, TT), tl.float32)
-                for g in tl.static_range((D + 63) // 64):
-                    if CODE >= PLANES:
-                        s_RT = k_piece(qs[2 * g], qs[2 * g + 1], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
-                    else:
-                        s_RT = k_piece(qs[g], qs[g], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
+                if NATIVE:
+                    s_RT = k_native(qs, mean_R / back_R, base, t_T, D, KS_AT, RP)
+                else:
+                    s_RT = tl.zeros((RP, TT), tl.float32)
+                    for g in tl.static_range((D + 63) // 64):
+                        if CODE >= PLANES:
+                            s_RT = k_piece(qs[2 * g], qs[2 * g + 1], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
+                        else:
+                            s_RT = k_piece(qs[g], qs[g], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
                 if CODE == FP8:
                     s_RT = s_RT * scale32(byte_at(base + KS_AT, t_T), True)[None, :]
                 s_RT = s_RT * (back_R * (k_factor * UNIT) if FACTOR else back_R)[:, None]
@@ -161,7 +184,7 @@ def attend_general(
                     at_TO = (base + KO_AT).to(tl.pointer_type(tl.float16)) + t_T[:, None] * OUT + o_O[None, :]
                     ko_TO = tl.load(at_TO, mask=(o_O < OUT)[None, :], other=0)
                     s_RT += dot(qo_RO, tl.trans(ko_TO), tl.zeros((RP, TT), tl.float32)) * back_R[:, None]
-                if CODE >= PLANES:
+                if CODE >= PLANES and not NATIVE:
                     s_RT += mean_R[:, None]
                 if SOFTCAP > 0:
                     s_RT = bend(s_RT, SOFTCAP)
@@ -274,15 +297,21 @@ def serves(layout: PageLayout, group: int = 1) -> bool:
     return layout.v_dim > 0 and layout.rope == 0 and layout.k_dim <= 256 and layout.v_dim <= 256
 
 
+def native(layout: PageLayout, device: torch.device) -> bool:
+    """Whether the device's MMA reads these keys as they are stored: `mxfp4` on sm_100."""
+    on_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+    return on_blackwell and layout.format.name == "mxfp4" and layout.k_dim in (64, 128, 256)
+
+
 def constants(layout: PageLayout, heads: int, rows: int, queries: int, batch: int, *, sinks: int, ring: int, sliding: int,
-              softcap: float) -> dict[str, object]:
-    """Compile-time arguments of `attend_general`."""
+              softcap: float, natively: bool = False) -> dict[str, object]:
+    """Compile-time arguments of `attend_general`; `natively`: see `native`."""
     f = layout.format
     block_rows, tile, *_ = tuning(layout, rows)
     at = {k: v[0] for k, v in layout.offsets.items()}
     return {
         "BP": max(16, triton.next_power_of_2(batch)), "N": heads, "R": rows, "T": queries, "D": layout.k_dim, "DV": layout.v_dim,
-        "RP": block_rows, "TT": tile, "STAGES": STAGES,
+        "RP": block_rows, "TT": 128 if natively else tile, "STAGES": STAGES, "NATIVE": natively,
         "CODE": ["fp16", "fp8", "planes", "linear"].index(f.order if f.code == "fp4" else f.code),
         "BF": f.code == "fp4" and f.scale == "e8m0",
         "FACTOR": f.code == "fp4" and f.scale == "e4m3", "BY_CHANNEL": f.v_axis == "channel", "BLOCK": max(f.block, 1),
@@ -309,7 +338,8 @@ def attend(
     N, dev = pool_PNb.shape[1], q_BHTd.device
     R, DV = H // N * T, layout.v_dim
     channels, k_mean, k_gain, _, v_gain, _ = book
-    const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap)
+    const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap,
+                      natively=native(layout, dev))
     RP, _, warps, registers, per_sm = tuning(layout, R)
     programs, items = programs_on(dev, per_sm), B * N * -(-R // RP)
     out = torch.empty(B, H, T, DV, dtype=torch.float32, device=dev)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kv_fp4.fused import ASM, dot
+from ..kv_fp4.fused import ASM, dot, terms, to_e4m3
 
 FP16 = tl.constexpr(0)  # what a page's codes are: PageLayout's code and order
 FP8 = tl.constexpr(1)
@@ -228,6 +228,34 @@ def k_piece(q, q_hi, s_RT, base, t_T, there_T, G: tl.constexpr, D: tl.constexpr,
         k_TC = tl.load(base.to(tl.pointer_type(tl.float16)) + t_T[:, None] * D + c_C[None, :], mask=(c_C < D)[None, :], other=0)
         s_RT = dots(q, tl.trans(k_TC), s_RT, False)
     return s_RT
+
+
+@triton.jit
+def q_native(q_at, row_R, on_R, gain_ptr, norm_R, D: tl.constexpr, RP: tl.constexpr):
+    """The query for `k_native`: E4M3 [D, 2 RP], columns (row, term)."""
+    d_D = tl.arange(0, D)
+    hi, lo = terms(tl.trans(q_piece(q_at, row_R, on_R, d_D, gain_ptr, D, D, True) * norm_R[:, None]))
+    return to_e4m3(tl.reshape(tl.join(hi, lo), (D, 2 * RP)))
+
+
+@triton.jit
+def k_native(q, start_R, base, t_T, D: tl.constexpr, KS_AT: tl.constexpr, RP: tl.constexpr):
+    """Scores [RP, 128] of a page of `mxfp4` keys: the MMA of sm_100 reads codes and scales as they are stored, and q as E4M3.
+
+    `start` [RP] is added. Triton 3.6 compiles neither a chain of two such products nor one that starts from zeros in a loop.
+    """
+    x_TC = tl.load(base + t_T[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :])
+    s_TC = tl.load(base + KS_AT + t_T[:, None] * (D // 32) + tl.arange(0, D // 32)[None, :])
+    start_X = tl.reshape(tl.join(start_R, start_R * 0.0), (2 * RP,))
+    start_TX = tl.broadcast_to(start_X[None, :], (128, 2 * RP))
+    if ASM:
+        ones = tl.full((2 * RP, D // 32), 127, tl.uint8)
+        s_TX = tl.dot_scaled(x_TC, s_TC, "e2m1", q, ones, "e4m3", start_TX)
+    else:
+        k_TD = tl.reshape(tl.join(lo16(x_TC, LINEAR), hi16(x_TC, LINEAR)), (128, D)).to(tl.float32)
+        scale_TC = tl.expand_dims(scale32(s_TC.to(tl.int32), True) * 16384.0, 2)
+        s_TX = dot(k_TD * tl.reshape(tl.broadcast_to(scale_TC, (128, D // 32, 32)), (128, D)), q, start_TX)
+    return tl.trans(tl.sum(tl.reshape(s_TX, (128, RP, 2)), axis=2))
 
 
 @triton.jit
