@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ..kv.format import PageLayout, format_of
+from ..kv.format import PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
 from ..observe.report import Figure, Report, Table
@@ -188,6 +188,17 @@ class Bench:
         total = sum(x.bits_per_element(32768, SINKS, Scheme.parse(name).window) * x.element_count for x in layouts)
         return total / sum(x.element_count for x in layouts)
 
+    def capacity(self, name: str) -> dict[str, float]:
+        """How many sequences of half the model's context fit in 1 GiB: two figures; empty for peers, whose metadata we do not hold."""
+        if name in PEERS:
+            return {}
+        text = self.model.config.get_text_config(decoder=True)
+        longest = text.max_position_embeddings
+        return capacity(
+            list(self.layouts[name].values()), text.num_key_value_heads, budget_bytes=1 << 30, tokens=longest // 2, reserved=longest,
+            sinks=SINKS, window=Scheme.parse(name).window,
+        )  # fmt: skip
+
     def log_probs(self, name: str, ids_BS: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """FP32 [B, S, vocab] under a scheme. Peers see one text at a time: some of them scale over the whole tensor."""
         if name not in PEERS:
@@ -201,7 +212,7 @@ class Bench:
         for name, todo in wanted.items():
             got = self.log_probs(name, torch.stack([texts[n] for n in todo]))
             for n, row in zip(todo, got, strict=True):
-                yield name, n, {**asdict(drift([exact[n]], [row], [texts[n]], PARTS)), "bits": self.bits(name)}
+                yield name, n, {**asdict(drift([exact[n]], [row], [texts[n]], PARTS)), "bits": self.bits(name), **self.capacity(name)}
 
     def passkey_of(self, wanted: Wanted) -> Found:
         """Hidden five-digit keys, and whether greedy decoding would repeat them."""
@@ -316,6 +327,20 @@ def report_of(job: Job, journal: Journal, missing: dict[str, str]) -> Report:
         "tokens holds counted; peers: over all of K and V, codes, scales and zero points counted." + left_out,
     )  # fmt: skip
 
+    known = {n: next(f for f in (journal.get(job.key(n, i)) for i in range(job.texts)) if f) for n in found}
+    fits = Table(
+        "How many sequences of half the model's context fit in 1 GiB",
+        ("scheme", "bytes per token", "FP16", "sequences", "paged FP16", "FP16 reserved", "x paged", "x reserved"),
+        [
+            (n, round(f["bytes_per_token"]), round(f["fp16_bytes_per_token"]), int(f["sequences"]), int(f["sequences_paged_fp16"]),
+             int(f["sequences_reserved_fp16"]), f["ratio_vs_paged_fp16"], f["ratio_vs_reserved_fp16"])
+            for n, f in known.items()
+            if "sequences" in f
+        ],
+        "Two claims, never one for the other: against FP16 in pages (the saving of the format), and against FP16 reserved for the model's "
+        "whole context (the saving of format and pages together). Sinks, window, padding and block tables counted.",
+    )  # fmt: skip
+
     def by_bits(axes: Any) -> None:
         for name, (d, bits, _) in found.items():
             axes.scatter([bits], [max(d.kl, 1e-6)], marker="x" if name in PEERS else "o")
@@ -331,5 +356,6 @@ def report_of(job: Job, journal: Journal, missing: dict[str, str]) -> Report:
 
     figures = [Figure("kl-by-bits", "Logit KL by bits: ours (dots), peers (crosses)", by_bits),
                Figure("kl-by-position", "Logit KL by position in the text", by_position)]  # fmt: skip
-    return Report("KV cache: quality", tables=[table], figures=figures if found else [], data={n: asdict(v[0]) for n, v in found.items()})
+    tables, data = [table, fits] if fits.rows else [table], {n: asdict(v[0]) for n, v in found.items()}
+    return Report("KV cache: quality", tables=tables, figures=figures if found else [], data=data)
 

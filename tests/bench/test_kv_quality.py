@@ -52,6 +52,16 @@ def test_figures_are_those_of_the_parts(model):
     assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
 
 
+def test_capacity_is_told_in_both_ways(model):
+    j, journal = job(texts=1, schemes=("fp16", "fp4-72", "peer-fp8-cast")), Journal()
+    bench.run(j, journal)
+    quality, fits = bench.report_of(j, journal, {}).tables
+    assert [r[0] for r in quality.rows] == ["fp16", "fp4-72", "peer-fp8-cast"] and [r[0] for r in fits.rows] == ["fp16", "fp4-72"]
+    (_, ours, fp16, n, paged, reserved, by_paged, by_reserved) = fits.rows[1]
+    assert ours < fp16 / 2 and n > paged > reserved and by_reserved > by_paged > 2
+    assert by_reserved == pytest.approx(2 * by_paged, rel=0.1)
+
+
 def test_texts_together_equal_texts_alone(model):
     one, two = Journal(), Journal()
     bench.run(job(), one)
