@@ -35,6 +35,8 @@ class Passenger(Protocol):
 
     def routed(self, moe: nn.Module, logits_TE: torch.Tensor, map_TE: torch.Tensor, padding_T: torch.Tensor | None) -> None: ...
 
+    def shared(self, moe: nn.Module, out_SBD: torch.Tensor) -> None: ...
+
     def layer_state(self, moe: nn.Module) -> dict[str, torch.Tensor]: ...
 
     def load_layer_state(self, moe: nn.Module, state: dict[str, torch.Tensor]) -> None: ...
@@ -72,6 +74,13 @@ class MoESteps:
                 padding = None if padding_mask is None else padding_mask.detach().reshape(-1)
                 for passenger in self.passengers:
                     passenger.routed(self, logits.reshape(-1, logits.shape[-1]), out[1].detach(), padding)  # type: ignore[arg-type]
+        return out
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> Any:
+        out = super().shared_experts_compute(hidden_states)  # type: ignore[misc]
+        if out is not None and not recomputing():
+            for passenger in self.passengers:
+                passenger.shared(self, out.detach())  # type: ignore[arg-type]
         return out
 
     def board(self, passenger: Passenger) -> None:
@@ -218,7 +227,12 @@ def gate(layer: TransformerLayer) -> GateSpec:
     weight = norm.weight.detach() + (1.0 if c.layernorm_zero_centered_gamma else 0.0)
     kind = "sigmoid_group" if function == "sigmoid" else "softmax_topk" if c.moe_router_pre_softmax else "topk_softmax"
     return GateSpec(router.weight.detach(), weight, c.layernorm_epsilon, c.moe_router_topk, kind, None if bias is None else bias.detach(),
-                    groups, chosen, float(c.moe_router_topk_scaling_factor or 1.0))
+                    groups, chosen, float(c.moe_router_topk_scaling_factor or 1.0), shared=adds_shared(layer))
+
+
+def adds_shared(layer: TransformerLayer) -> bool:
+    """Whether the layer's taps for horizons 1 and 2 hold its shared expert's output: where it is there before the router speaks."""
+    return bool(layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap)
 
 
 def plain_logits(layer: TransformerLayer, logits_TE: torch.Tensor) -> torch.Tensor:
@@ -273,8 +287,8 @@ class _Watcher:
     """A Listener as a passenger; a pass begins at the first MoE layer and ends with the last one's router."""
 
     def __init__(self, layers: list[TransformerLayer], listener: Listener) -> None:
+        self.layers, self.listener = layers, listener
         self.index = {id(layer.mlp): (i, layer) for i, layer in enumerate(layers)}
-        self.listener = listener
 
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
         """Megatron's tokens lie sequence first; a listener wants whole sequences one after the other."""
@@ -287,7 +301,15 @@ class _Watcher:
         self.listener.residual(layer, self._flat(hidden_SBD))
 
     def moe_input(self, layer: int, hidden_SBD: torch.Tensor) -> None:
-        self.listener.moe_input(layer, self._flat(hidden_SBD))
+        if adds_shared(self.layers[layer]):
+            self.before = hidden_SBD
+        else:
+            self.listener.moe_input(layer, self._flat(hidden_SBD))
+
+    def shared(self, moe: nn.Module, out_SBD: torch.Tensor) -> None:
+        i, layer = self.index[id(moe)]
+        if adds_shared(layer):
+            self.listener.moe_input(i, self._flat(self.before + out_SBD))
 
     def routed(self, moe: nn.Module, logits_TE: torch.Tensor, map_TE: torch.Tensor, padding_T: torch.Tensor | None) -> None:
         i, layer = self.index[id(moe)]

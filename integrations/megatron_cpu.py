@@ -81,13 +81,16 @@ def install() -> None:
     cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
     cuda.device_count = lambda: 1
     cuda.Stream = cuda.Event = _Nothing  # type: ignore[misc, assignment]
-    cuda.current_stream = cuda.default_stream = lambda *a, **k: _Nothing()  # type: ignore[assignment]
+    # A function of its own for every name: the compiler keeps a table of functions, each under one name.
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *a, **k: _Nothing())
     cuda.stream = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.synchronize = cuda.set_device = cuda.set_stream = lambda *a, **k: None  # type: ignore[assignment]
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *a, **k: None  # type: ignore[assignment]
-    for where in (cuda, cuda.random):
-        where.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[attr-defined]
-        where.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    for where, names in ((cuda, ("synchronize", "set_device", "set_stream")), (cuda.nvtx, ("range_push", "range_pop"))):
+        for name in names:
+            setattr(where, name, lambda *a, **k: None)
+    get_state, set_state = lambda *a, **k: torch.get_rng_state(), lambda state, *a, **k: torch.set_rng_state(state)
+    cuda.get_rng_state = cuda.random.get_rng_state = get_state  # type: ignore[assignment]
+    cuda.set_rng_state = cuda.random.set_rng_state = set_state  # type: ignore[assignment]
     cuda.get_device_properties = lambda *a, **k: type("Properties", (), {"major": 9, "minor": 0, "multi_processor_count": 1})()
     cuda.get_device_capability = lambda *a, **k: (9, 0)
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]

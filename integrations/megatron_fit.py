@@ -36,7 +36,7 @@ from moe_prefetch.probes.fit import Report, Scalars, card
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, Residual, RoutingProbe, margins, select
 from moe_prefetch.probes.targets import FitConfig
 
-from .megatron import chunks_of, gate, moe_layers, plain_logits, tap
+from .megatron import adds_shared, chunks_of, gate, moe_layers, plain_logits, tap
 from .megatron_places import Places, assemble
 from .megatron_trainer import StageTaps, StageTrainer, group_sum
 
@@ -87,6 +87,11 @@ class ProbeFit:
     def done(self) -> int:
         """Steps made, by the chunk of this rank that made fewest."""
         return min((c.trainer.done for c in self.chunks), default=0)
+
+    def open(self) -> None:
+        """Go on after `close`, with what was learnt."""
+        for chunk in self.chunks:
+            chunk.open()
 
     def close(self) -> None:
         """Take every hook back; the model is as it was."""
@@ -139,8 +144,14 @@ class _Chunk:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._edge: tuple[Any, torch.Tensor] | None = None
         self._index = {id(layer.mlp): i for i, layer in enumerate(layers)}
+        self._adds_shared = adds_shared(layers[0])
         self._handles: list[Any] = []
-        for i, layer in enumerate(layers):
+        self.open()
+
+    def open(self) -> None:
+        if self._handles:
+            return
+        for i, layer in enumerate(self.layers):
             self._handles += tap(layer, functools.partial(self._residual, i), functools.partial(self._moe_input, i))
             layer.mlp.board(self)
 
@@ -164,6 +175,10 @@ class _Chunk:
     def _moe_input(self, i: int, hidden: torch.Tensor) -> None:
         if self._open:
             self._keep("moe_input", i, hidden)
+
+    def shared(self, moe: nn.Module, out_SBD: torch.Tensor) -> None:
+        if self._open and self._adds_shared:
+            self._parts["moe_input", self._index[id(moe)]] += out_SBD.reshape(-1, out_SBD.shape[-1])[self._row].float()
 
     _open = False
 

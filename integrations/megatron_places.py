@@ -41,6 +41,18 @@ class Places:
                 made = dist.new_group(list(ranks))
                 if self.me in ranks:
                     self.group = made
+            self._acquaint()
+
+    def _acquaint(self) -> None:
+        """One message along every edge: NCCL connects two ranks at their first message, and both must be there. Later, the receiver would
+        be waiting for an activation that the sender makes after it."""
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        token = torch.zeros(1, device=device)
+        for (_, a, _, _), (_, b, _, _) in zip(self.order, self.order[1:]):
+            if self.me == a != b:
+                dist.send(token, b, group=self.group)
+            elif self.me == b != a:
+                dist.recv(token, a, group=self.group)
 
     def _beside(self, chunk: int, step: int) -> tuple[int, int, int, int] | None:
         at = next(i for i, (_, rank, c, _) in enumerate(self.order) if (rank, c) == (self.me, chunk)) + step

@@ -155,9 +155,10 @@ class StageTrainer:
 
     def __init__(self, layers: int, experts: int, hidden: int, eps: float, config: FitConfig, device: torch.device, group: Any,
                  edge: int) -> None:
-        if config.dropout:
-            raise ShapeError("dropout in a probe draws from the model's random stream", where="StageTrainer", expected="dropout=0",
-                             do="leave it out of the FitConfig")
+        if config.dropout or not isinstance(config.rank, int) or config.past:
+            raise ShapeError(f"dropout {config.dropout}, rank {config.rank}, past {config.past}", where="StageTrainer",
+                             expected="no dropout (it draws from the model's random stream), one rank, and no past (a step takes rows here "
+                             "and there of a sequence)", do="leave them out of the FitConfig")
         self.layers, self.eps, self.config, self.device, self.group, self.edge = layers, eps, config, device, group, edge
         leads = {h: max(0, h - edge) for h in config.horizons}
         self.horizons = [_Rows(layers, experts, hidden, h, leads[h], config, device) for h in config.horizons]
