@@ -104,6 +104,9 @@ def init_inference(model: nn.Module, config: Source = None, **kwargs: Any) -> In
         if not MoEPrefetchPolicy.blocks(model, [kind]):
             raise ConfigError(f"the model has no {kind.__name__}", where="injection_policy", do="name the class of the model's MoE blocks")
     _check_launch(settings)
+    if isinstance(host, MoEModel) and not deepspeed.comm.is_initialized():
+        raise ConfigError("DeepSpeed's own MoE layers need its process groups, also in one process", where="init_inference",
+                          expected="deepspeed.init_distributed() before", do="call it, or start with `deepspeed`")
     _check_model(host, ours, settings.dtype, "cpu" if settings.keep_module_on_host else get_accelerator().device_name())
     engine = deepspeed.init_inference(model, stock)
     engine.moe_prefetch = attach(engine, ours)

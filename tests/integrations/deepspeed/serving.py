@@ -5,13 +5,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
 from torch import nn
 
-import deepspeed
 import moe_prefetch
-from deepspeed.moe.layer import MoE
+from moe_prefetch.errors import SessionError
 from moe_prefetch.integrations import deepspeed as mpd
 from tests.models import logits_of, prompt
 from tests.tiny import tiny
@@ -157,6 +158,34 @@ def own_layer(rank: int, world: int) -> dict[str, Any]:
     out["bitwise"] = all(torch.equal(d, resident) for d in disk)
     out["stock"] = float((resident - stock).abs().max() / stock.abs().max())
     out["restored"] = picture_of(net) == before
+    return out
+
+
+def own_inference(rank: int, world: int) -> dict[str, Any]:
+    """The same layer through `init_inference`."""
+    net = Net(1).eval()
+    ids = torch.randint(0, 32, (2, 24))
+    with torch.no_grad():
+        stock = net(ids)
+        before = picture_of(net)
+        engine = mpd.init_inference(net, {"dtype": "fp32", "moe_prefetch": HALF})
+        session = engine.moe_prefetch
+        disk = engine(ids)
+        try:
+            net.state_dict()
+            refused = False
+        except SessionError:
+            refused = True
+        # DeepSpeed pads each expert's rows to its capacity; one token asks for no more than its own two.
+        demands = session.record_demands()
+        engine(torch.zeros(1, 1, dtype=torch.int64))
+        one = [(len(d.experts), sum(d.tokens)) for d in demands]
+        out = {"absent": session.ledger.total.late + session.ledger.total.miss, "refused": refused, "one": one}
+        session.detach()
+        out["restored"] = picture_of(net) == before and torch.equal(net(ids), stock)
+        with moe_prefetch.attach(engine):
+            out["bitwise"] = torch.equal(engine(ids), disk)
+    out["stock"] = float((disk - stock).abs().max() / stock.abs().max())
     return out
 
 

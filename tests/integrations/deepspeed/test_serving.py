@@ -12,7 +12,7 @@ TINY = [f"{kind} {family}" for kind in ("autotp", "autoep") for family in FAMILI
 
 @pytest.fixture(scope="module")
 def tiny_runs():
-    return run("tests.integrations.deepspeed.serving", [(world, [*TINY, "own_layer"]) for world in (1, 2)])
+    return run("tests.integrations.deepspeed.serving", [(1, [*TINY, "own_layer", "own_inference"]), (2, [*TINY, "own_layer"])])
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,13 @@ def test_tiny_models(tiny_runs, world, case):
 def test_deepspeeds_own_layer(tiny_runs, world):
     check(tiny_runs[world, "own_layer"])
     assert all(found["restored"] for found in tiny_runs[world, "own_layer"])
+
+
+def test_deepspeeds_own_layer_through_init_inference(tiny_runs):
+    check(tiny_runs[1, "own_inference"])
+    (found,) = tiny_runs[1, "own_inference"]
+    assert found["restored"] and found["refused"]
+    assert found["one"] == [(2, 2)] * 3
 
 
 @pytest.mark.model
