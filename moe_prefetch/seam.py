@@ -98,7 +98,7 @@ class Host(Protocol):
 
 
 _HOSTS: dict[str, Host] = {}
-_MODULES = {"transformers": "moe_prefetch.integrations.transformers"}
+_MODULES = {"transformers": "moe_prefetch.integrations.transformers", "deepspeed": "moe_prefetch.integrations.deepspeed"}
 
 
 def register_host(package: str, host: Host) -> None:
