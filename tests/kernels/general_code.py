@@ -1,6 +1,6 @@
 """Compile the general attention for sm_90 and say what its machine code is like. No GPU is needed.
 
-usage: python tests/kernels/general_code.py [NAME ... | native]
+usage: python tests/kernels/general_code.py [NAME ... | native | encoder]
 
 One JSON object a line: name, loop (instructions of the loop over pages, a tile of tokens), registers, shared bytes, mma (tensor
 instructions in the loop), spills (stores to local memory in the loop), reloads (loads from there: addresses that no register
@@ -25,12 +25,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_prefetch.kernels.kv_attend import general, general_latent
+from moe_prefetch.kernels.kv_encode import general as encoder
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 INTS = ("q_len_ptr", "table_ptr", "stored_ptr", "length_ptr", "recent_first_ptr", "channels_ptr", "span_ptr")
 HALVES = ("sink_k_ptr", "sink_v_ptr", "recent_k_ptr", "recent_v_ptr")
-OTHERS = {"q_ptr": "*bf16", "pool_ptr": "*u8", "B": "i32", "table_width": "i32", "scale_log2": "fp32"}
+OTHERS = {
+    "q_ptr": "*bf16",
+    "k_ptr": "*bf16",
+    "v_ptr": "*bf16",
+    "runs_ptr": "*i32",
+    "counts_ptr": "*i64",
+    "pool_ptr": "*u8",
+    "B": "i32",
+    "table_width": "i32",
+    "scale_log2": "fp32",
+}
 # name: format, head dim, query rows, outlier channels
 CASES = {
     "fp16_d128": ("fp16", 128, 4, 0),
@@ -98,6 +109,18 @@ def facts(name: str) -> dict[str, object]:
     }
 
 
+def encoder_facts(name: str, tokens: int) -> dict[str, object]:
+    """The encoder for K and V of 128 channels: registers, bytes of stack."""
+    constants = encoder.constants(PageLayout(FORMATS[name], 128, 128), 8, tokens)
+    kernel = compiled(encoder.encode_general, constants, num_warps=1 if tokens <= 4 else 4, enable_fp_fusion=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([TOOL, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    numbers = {what: int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK")}
+    return {"name": f"encode_{name}_{tokens}", "registers": numbers["REG"], "stack": numbers["STACK"]}
+
+
 def native_facts() -> dict[str, object]:
     """The scores' product on sm_100: block-scaled tensor instructions that read E2M1 and E8M0 as stored."""
     layout = PageLayout(FORMATS["mxfp4"], 128, 128)
@@ -109,6 +132,11 @@ def native_facts() -> dict[str, object]:
 if __name__ == "__main__":
     if sys.argv[1:] == ["native"]:
         print(json.dumps(native_facts()))
+        sys.exit()
+    if sys.argv[1:] == ["encoder"]:
+        for fmt in ("fp16", "fp8", "nvfp4", "mxfp4"):
+            for tokens in (1, 128):
+                print(json.dumps(encoder_facts(fmt, tokens)), flush=True)
         sys.exit()
     for case in sys.argv[1:] or CASES:
         print(json.dumps(facts(case)), flush=True)

@@ -52,3 +52,10 @@ def test_within_budget(names: list[str]) -> None:
 def test_blackwell_reads_mxfp4_keys_as_they_are_stored() -> None:
     (fact,) = run("general_code.py", "native")
     assert fact["scaled"] == 4, "128 channels are four steps of 32"
+
+
+@pytest.mark.nightly
+def test_the_encoder_keeps_to_registers() -> None:
+    facts = run("general_code.py", "encoder")
+    assert len(facts) == 8
+    assert [fact for fact in facts if fact["stack"]] == []

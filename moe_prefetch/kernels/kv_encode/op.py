@@ -14,10 +14,11 @@ from .records import Book, encode_naive
 def fused_for(device: torch.device, layout: PageLayout) -> Callable[..., torch.Tensor] | None:
     """The fused function that writes such pages on this device, if one does. It writes the bytes of the law."""
     if device.type == "cuda":
-        from . import fused
+        from . import fused, general
 
-        if fused.serves(layout):
-            return fused.encode
+        for module in (fused, general):
+            if module.serves(layout):
+                return module.encode
     return None
 
 
