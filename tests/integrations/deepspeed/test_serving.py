@@ -38,7 +38,7 @@ def test_tiny_models(tiny_runs, world, case):
     for found in ranks:
         assert found["tokens"] and found["plain"] < 1e-5 and found["moved"] > 0
         # What the cache costs is what it costs without DeepSpeed; among ranks rounding may tip an element over.
-        assert 0 < found["kl"] < 0.05 and found["kl"] == pytest.approx(found["kl_plain"], rel=0.25)
+        assert 0 < found["kl"] < 0.1 and found["kl"] == pytest.approx(found["kl_plain"], rel=0.25)
         if case.startswith("autoep"):
             # Each rank keeps a quarter of its share of the experts, and buffers for reads in flight.
             assert found["held"]["total"] == 4 * 8 * 24576 // world

@@ -5,11 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-
-import deepspeed
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
 from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations.deepspeed_training import HELD_OUT_EVERY
@@ -58,7 +58,7 @@ def fitted(rank: int, world: int, stage: str) -> dict[str, Any]:
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    settings = config(int(stage))
+    settings = config(int(stage)) | ({"bf16": {"enabled": True}} if stage == "1" else {})
     stock_net, net_ = net(), net()
     stock = train(started(stock_net, settings, None), rank)
     engine = started(net_, settings, {**FIT, "out": f"{folder[0]}/probe"})
