@@ -64,7 +64,7 @@ def open_module(module: nn.Module) -> HostModel:
         return MoEModel(module)
     if isinstance(module, PreTrainedModel):
         host: TransformersModel = open_model(module)  # type: ignore[assignment]
-        return OwnExperts(module) if host.tensors(0, 0)["down"].is_cuda else host
+        return host if host.tensors(0, 0)["down"].device.type == "cpu" else OwnExperts(module)
     raise UnsupportedModelError(f"{type(module).__name__} has no MoE layers that we know", where="DeepSpeed",
                                 expected="a transformers MoE model, or deepspeed.moe.layer.MoE itself (no subclass)",
                                 do="dense models need no expert prefetch")
