@@ -30,6 +30,29 @@ def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None =
     return logits.float().log_softmax(-1).view(*token_ids.shape[:-1], *logits.shape[1:])
 
 
+def log_probs_pinned(model: Any, token_ids: torch.Tensor, attention: Attention, keep: int = 0) -> torch.Tensor:
+    """As `log_probs`, but every token goes to the experts, with the weights, that it has under the model's own attention: what is left of
+    a drift when no routing decision flips. Raises UnsupportedModelError for a model without routers that we know.
+    """
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    if not routers:
+        raise UnsupportedModelError(
+            "no router to pin", where=type(model).__name__, expected="an MoE model of transformers 5", do="measure without _pinned"
+        )
+    kept: dict[Any, Any] = {}
+
+    def hook(module: Any, _args: Any, out: Any) -> Any:
+        return kept.setdefault(module, out)
+
+    handles = [m.register_forward_hook(hook) for m in routers]
+    try:
+        log_probs(model, token_ids, keep=1)
+        return log_probs(model, token_ids, attention, keep)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def decoded(
     stats: OutlierStats | None,
     formats: Mapping[int, str],

@@ -36,20 +36,23 @@ PARTS = 8  # of a text, for drift by position
 
 
 class Scheme(NamedTuple):
-    """One way to keep a cache: format, outlier policy, FP16 window in tokens."""
+    """One way to keep a cache: format, outlier policy, FP16 window in tokens; `pinned`: measured with the exact run's routing (MoE)."""
 
     format: str
     policy: Policy = "importance"
     window: int = 64
+    pinned: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
-        """From a name such as `fp4-quality`, `fp4-72_nowindow` or `fp4-quality_topn_w128`. Raises ConfigError."""
+        """From a name such as `fp4-quality`, `fp4-72_nowindow`, `fp4-quality_topn_w128` or `fp8_pinned`. Raises ConfigError."""
         found = cls(format_of(name.split("_")[0]).name)
         if format_of(found.format).max_bits is None:
             found = found._replace(policy="none")
         for part in name.split("_")[1:]:
-            if part in POLICIES:
+            if part == "pinned":
+                found = found._replace(pinned=True)
+            elif part in POLICIES:
                 found = found._replace(policy=part)
             elif part == "nowindow" or re.fullmatch(r"w\d{1,5}", part):
                 found = found._replace(window=0 if part == "nowindow" else int(part[1:]))
@@ -57,7 +60,7 @@ class Scheme(NamedTuple):
                 raise ConfigError(
                     f"{part!r} in {name!r} means nothing",
                     where="--only",
-                    expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128",
+                    expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128, then _pinned",
                     do="correct the name",
                 )
         return found
@@ -201,9 +204,11 @@ class Bench:
 
     def log_probs(self, name: str, ids_BS: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """FP32 [B, S, vocab] under a scheme. Peers see one text at a time: some of them scale over the whole tensor."""
-        if name not in PEERS:
-            return self.quality.log_probs(self.model, ids_BS, None if name == EXACT else self.attend(name), keep)
-        return torch.stack([self.quality.log_probs(self.model, ids, self.attend(name), keep) for ids in ids_BS])
+        if name in PEERS:
+            return torch.stack([self.quality.log_probs(self.model, ids, self.attend(name), keep) for ids in ids_BS])
+        if name != EXACT and Scheme.parse(name).pinned:
+            return self.quality.log_probs_pinned(self.model, ids_BS, self.attend(name), keep)
+        return self.quality.log_probs(self.model, ids_BS, None if name == EXACT else self.attend(name), keep)
 
     def drift_of(self, wanted: Wanted) -> Found:
         numbers = sorted({n for todo in wanted.values() for n in todo})

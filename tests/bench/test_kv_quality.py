@@ -126,8 +126,9 @@ def test_names_that_mean_nothing_are_refused(name):
 
 
 def test_names_are_read():
-    assert bench.Scheme.parse("fp4-quality_topn_w128") == ("fp4-quality", "topn", 128)
-    assert bench.Scheme.parse("fp4-72_nowindow") == ("fp4-72", "importance", 0)
+    assert bench.Scheme.parse("fp4-quality_topn_w128") == ("fp4-quality", "topn", 128, False)
+    assert bench.Scheme.parse("fp4-72_nowindow") == ("fp4-72", "importance", 0, False)
+    assert bench.Scheme.parse("fp4-72_w256_pinned") == ("fp4-72", "importance", 256, True)
     for name in bench.EVERY:
         assert name in bench.PEERS or bench.Scheme.parse(name)
 

@@ -8,9 +8,10 @@ import torch
 
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
-from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs
+from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs, log_probs_pinned
 from moe_prefetch.kv.format import FORMATS, layout_for
 from moe_prefetch.kv.gate import drift, judge, judge_bits, spend
+from tests.models import small
 
 from . import models
 
@@ -172,3 +173,33 @@ def test_the_gate_keeps_a_bit_budget_on_a_model() -> None:
 def test_the_gate_takes_exactly_one_budget(budgets: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="one budget"):
         gate(models.llama(), [models.ids(40)[0]], None, **budgets)
+
+
+# routing --------------------------------------------------------------------------------------------------------------------
+def test_pinned_routing_is_the_exact_runs_and_goes_away() -> None:
+    model, text, seen = small(), models.ids(40)[0] % 64, []
+    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    exact = log_probs(model, text)
+    attention = decoded(None, dict.fromkeys(range(model.config.num_hidden_layers), "mxfp4"), window=0, sinks=0)
+    watch = [m.register_forward_hook(lambda m, a, out: seen.append(out[2].clone())) for m in routers]
+    log_probs(model, text)
+    want, seen[:] = list(seen), []
+    free = log_probs(model, text, attention)
+    flipped, seen[:] = [bool((a != b).any()) for a, b in zip(want, seen, strict=True)], []
+    for handle in watch:
+        handle.remove()
+    pinned = log_probs_pinned(model, text, attention)
+    assert any(flipped) and not torch.equal(pinned, free)
+    again = log_probs(model, text, attention)
+    assert torch.equal(again, free) and torch.equal(log_probs(model, text), exact)
+
+
+def test_pinned_routing_without_flips_changes_nothing() -> None:
+    model, text = small(), models.ids(40)[0] % 64
+    own = lambda own, module, *args, **kwargs: own(module, *args, **kwargs)  # noqa: E731
+    assert torch.equal(log_probs_pinned(model, text, own), log_probs(model, text))
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="router"):
+        log_probs_pinned(models.llama(), models.ids(20)[0], decoded(None, {}))
