@@ -225,7 +225,9 @@ def gate(layer: TransformerLayer) -> GateSpec:
     if getattr(router, "qb_beta", None) is not None:
         bias = -router.qb_beta  # quantile balancing selects on logits - beta
     weight = norm.weight.detach() + (1.0 if c.layernorm_zero_centered_gamma else 0.0)
-    kind = "sigmoid_group" if function == "sigmoid" else "softmax_topk" if c.moe_router_pre_softmax else "topk_softmax"
+    # Softmax before or after the top-k changes weights, never the choice; what transformers calls softmax, top-k, normalise is here the
+    # latter. One name for both, so that a probe of one framework is a probe of the other.
+    kind = "sigmoid_group" if function == "sigmoid" else "softmax_topk"
     return GateSpec(router.weight.detach(), weight, c.layernorm_epsilon, c.moe_router_topk, kind, None if bias is None else bias.detach(),
                     groups, chosen, float(c.moe_router_topk_scaling_factor or 1.0), shared=adds_shared(layer))
 

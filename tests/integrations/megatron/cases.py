@@ -19,6 +19,7 @@ from moe_prefetch.integrations.megatron_fit import ProbeFit
 from moe_prefetch.integrations.megatron_trainer import StageTaps
 from moe_prefetch.probes.probe import RoutingProbe
 from moe_prefetch.probes.targets import FitConfig, kl
+from moe_prefetch.probes.trainer import find_fused_adam
 from tests.integrations.megatron import harness
 
 SMALL = FitConfig(rank=16, linear=8, steps=200, lr=3e-2, warmup=1, rank_weight=0.02, whiten=False)
@@ -327,6 +328,15 @@ def padding(folder: Path) -> Any:
         model(tokens[:, :-1], place, mask, padding_mask=pad)
     return {"taken": taken, "finite": all(bool(torch.isfinite(w).all()) for w in weights(fit)),
             "moved": any(not torch.equal(a, b) for a, b in zip(before, weights(fit)))}
+
+
+@case(1, asked=True)
+def namesake_of_apex(folder: Path) -> Any:
+    """PyPI's `apex` is another project; Megatron-core takes it for NVIDIA's and needs a norm of the user's own. We are not fooled."""
+    import apex
+
+    found = compared({}, {})
+    return found | {"apex": apex.__file__, "found": str(find_fused_adam())}
 
 
 @case(2)

@@ -32,6 +32,14 @@ def environment(version: str, *first: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
+def work(version: str, folder: Path, *cases: str, first: str = "", timeout: float = 800) -> Results:
+    """Run cases under a version: those named, or all but the ones that run only when named."""
+    done = subprocess.run([sys.executable, "-m", "tests.integrations.megatron.worker", str(folder), *cases], cwd=ROOT, text=True,
+                          env=environment(version, *filter(None, [first])), capture_output=True, check=False, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Results(folder)
+
+
 class Results:
     """What every rank of every case returned."""
 
@@ -52,11 +60,7 @@ class Checks:
     @pytest.fixture(scope="class")
     @classmethod
     def results(cls, tmp_path_factory: pytest.TempPathFactory) -> Results:
-        folder = tmp_path_factory.mktemp("megatron")
-        done = subprocess.run([sys.executable, "-m", "tests.integrations.megatron.worker", str(folder)], cwd=ROOT, text=True,
-                              env=environment(cls.version), capture_output=True, check=False, timeout=800)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return Results(folder)
+        return work(cls.version, tmp_path_factory.mktemp("megatron"))
 
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("how", ["allgather", "alltoall"])
@@ -153,3 +157,30 @@ class Checks:
             assert not rank["refused_True"]
             # 0.16.1 hands its groups to MoELayer alone: what it can't be told it must be refused, not mistaken.
             assert rank["same_False"] != rank["refused_False"]
+
+    def test_a_namesake_of_apex_fools_nobody(self, tmp_path: Path) -> None:
+        (tmp_path / "fake" / "apex").mkdir(parents=True)
+        (tmp_path / "fake" / "apex" / "__init__.py").write_text('"""A web framework."""\n')
+        (found,) = work(self.version, tmp_path, "namesake_of_apex", first=str(tmp_path / "fake"))("namesake_of_apex")
+        assert found["apex"].startswith(str(tmp_path))
+        assert found["found"] == "None"
+        assert all(found["same"].values())
+        assert found["steps"] == 7
+
+    @pytest.mark.model
+    def test_smolmoe_computes_what_it_computes_in_transformers(self, results: Results) -> None:
+        (found,) = results("smolmoe_logits")
+        assert found["worst"] < 1e-3, "fp32 logits"
+        assert found["same"] == [True] * 5, "greedy tokens"
+        assert all(n >= 33 for n in found["tokens"])
+        # In bfloat16 both are as far from fp32 as rounding takes them, and no further from each other.
+        assert found["rounding_ours"] < 1.25 * found["rounding"]
+        assert found["apart"] < 1.5 * found["rounding"]
+
+    @pytest.mark.model
+    def test_a_trace_of_smolmoe_is_that_of_transformers(self, results: Results) -> None:
+        (found,) = results("smolmoe_taps")
+        assert max(found["far"].values()) < 1e-5
+        assert found["ids"] == 1.0
+        assert found["starts"]
+        assert found["hash"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,8 +95,8 @@ class Run:
 
 
 def block(cfg: TransformerConfig, layer: Any) -> Any:
-    """The layer spec for every layer of this stage, with a final norm that can take sequence shards."""
-    if not cfg.sequence_parallel:
+    """The layer spec for every layer of this stage, with a final norm that can take sequence shards and is not apex's."""
+    if not cfg.sequence_parallel and "apex" not in sys.modules:
         return layer
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 

@@ -31,6 +31,7 @@ def _free_port() -> int:
 def _rank(rank: int, world: int, port: int, names: list[str], folder: Path) -> None:
     from tests.integrations.megatron.cases import CASES
 
+    torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=DEADLINE)
     for name in names:
         try:
@@ -66,6 +67,7 @@ def main() -> None:
     from moe_prefetch.integrations import megatron_cpu
 
     megatron_cpu.install()
+    from tests.integrations.megatron import model_cases  # noqa: F401 adds its cases
     from tests.integrations.megatron.cases import CASES
 
     for world in sorted({c.world for c in CASES.values()}):
