@@ -219,7 +219,7 @@ def main() -> None:
         torch.compiler.set_stance("force_eager")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from moe_prefetch.integrations.megatron_fit import ProbeFit
-    from moe_prefetch.probes.targets import FitConfig
+    from moe_prefetch.probes.trainer import FitConfig
 
     device = start(a)
     first = dist.get_rank() == 0

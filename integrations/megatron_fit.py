@@ -34,7 +34,7 @@ from moe_prefetch.probes import metrics as figures
 from moe_prefetch.probes.calibrate import fit_temperature
 from moe_prefetch.probes.fit import Report, Scalars, card
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, Residual, RoutingProbe, margins, select
-from moe_prefetch.probes.targets import FitConfig
+from moe_prefetch.probes.trainer import FitConfig
 
 from .megatron import adds_shared, chunks_of, gate, moe_layers, plain_logits, tap
 from .megatron_places import Places, assemble

@@ -16,10 +16,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from moe_prefetch.integrations import megatron, megatron_fit
 from moe_prefetch.integrations.megatron import with_prefetch
 from moe_prefetch.integrations.megatron_fit import ProbeFit
-from moe_prefetch.integrations.megatron_trainer import StageTaps
+from moe_prefetch.integrations.megatron_trainer import StageTaps, kl
 from moe_prefetch.probes.probe import RoutingProbe
-from moe_prefetch.probes.targets import FitConfig, kl
-from moe_prefetch.probes.trainer import find_fused_adam
+from moe_prefetch.probes.trainer import FitConfig, find_fused_adam
 from tests.integrations.megatron import harness
 
 SMALL = FitConfig(rank=16, linear=8, steps=200, lr=3e-2, warmup=1, rank_weight=0.02, whiten=False)

@@ -14,7 +14,7 @@ from moe_prefetch.probes.collect import Collector, Step
 from moe_prefetch.probes.fit import Memory, fit
 from moe_prefetch.probes.jobs import builtin_texts, text_windows
 from moe_prefetch.probes.probe import gate_hash
-from moe_prefetch.probes.targets import FitConfig, Taps
+from moe_prefetch.probes.trainer import FitConfig, Taps
 from tests.integrations.megatron import harness
 from tests.integrations.megatron.cases import case
 
