@@ -4,10 +4,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from torch import nn
@@ -76,25 +78,45 @@ def compare(engine: Any, plain: Plain) -> dict[str, Any]:
     return out
 
 
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def in_folder(folder: str) -> dict[str, Any]:
+    return {"experts": {**DISK["experts"], "path": f"{folder}/records"}}
+
+
+def records(folder: str) -> list[str]:
+    return sorted(str(p.parent.relative_to(folder)) for p in Path(folder).rglob("records-*.bin"))
+
+
 def autotp(rank: int, world: int, family: str) -> dict[str, Any]:
     model = tiny(family)
     plain = Plain.of(model, prompt(2, 9), 6)
-    section = {"dtype": "fp32", "tensor_parallel": {"tp_size": world}, "moe_prefetch": DISK}
-    return compare(mpd.init_inference(model, section), plain)
+    folder = shared_folder()
+    section = {"dtype": "fp32", "tensor_parallel": {"tp_size": world}, "moe_prefetch": in_folder(folder)}
+    found = compare(mpd.init_inference(model, section), plain)
+    return found | {"files": records(folder)}
 
 
 def autoep(rank: int, world: int, family: str) -> dict[str, Any]:
     model = tiny(family)
     plain = Plain.of(model, prompt(2, 9), 6)
-    section = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": world}, "moe_prefetch": DISK}
+    where = shared_folder()
+    section = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": world},
+               "moe_prefetch": in_folder(where)}
     if family != "qwen2_moe":
         # A probe made for the model as transformers holds it. (AutoEP computes a shared expert last, so such a probe has nothing to read.)
         folder = tempfile.mkdtemp()
         RoutingProbe(gates(model)).save_pretrained(folder)
-        section["moe_prefetch"] = {**DISK, "probe": {"path": folder}}
+        section["moe_prefetch"] = {**in_folder(where), "probe": {"path": folder}}
     engine, *_ = mpd.initialize(model=model, config=section)
     engine.eval()
-    return compare(engine, plain) | {"held": engine.moe_prefetch.held_bytes()}
+    found = compare(engine, plain)
+    dist.barrier()
+    return found | {"held": engine.moe_prefetch.held_bytes(), "files": records(where)}
 
 
 def smolmoe(rank: int, world: int) -> list[dict[str, Any]]:

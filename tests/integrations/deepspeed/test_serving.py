@@ -42,6 +42,10 @@ def test_tiny_models(tiny_runs, world, case):
         if case.startswith("autoep"):
             # Each rank keeps a quarter of its share of the experts, and buffers for reads in flight.
             assert found["held"]["total"] == 4 * 8 * 24576 // world
+            # Ranks of an expert group hold different experts, so each has a file of its own; under AutoTP all share one.
+            assert found["files"] == (["records"] if world == 1 else ["records/rank-0-of-2", "records/rank-1-of-2"])
+        else:
+            assert found["files"] == ["records"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
