@@ -28,10 +28,9 @@ def environment(rank: int, world: int) -> dict[str, str]:
 
 
 def _rank(rank: int, world: int, module: str, cases: list[str], folder: str) -> None:
+    import deepspeed
     import torch
     import torch.distributed as dist
-
-    import deepspeed
 
     os.environ.update(environment(rank, world))
     # Its shared-memory collectives are compiled at the first use; gloo needs no compiler.
