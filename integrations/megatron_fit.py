@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from moe_prefetch.errors import ReleaseError, ShapeError, UnsupportedModelError
+from moe_prefetch.errors import ReleaseError, SessionError, ShapeError, UnsupportedModelError
 from moe_prefetch.metrics import Metrics
 from moe_prefetch.probes import metrics as figures
 from moe_prefetch.probes.calibrate import fit_temperature
@@ -48,7 +48,8 @@ class ProbeFit:
 
     model      a GPTModel built from `with_prefetch(spec)`, or the list of its chunks on this rank (virtual pipeline)
     config     rank, rate, schedule and the like; `batch` and `dropout` mean nothing here. Default: rank 32, whitened up to 1,024 channels
-    tokens     rows of a micro-batch that a step takes on this rank, spread evenly over it
+    tokens     rows of a micro-batch that a step takes on this rank, spread evenly over it; a step holds about 30 bytes for each of them,
+               each layer of the stage and each channel
     every      a step at every so many micro-batches: with `tokens`, what the fit costs
     moment_tokens    rows, over all ranks of the stage, that make the start
     held_out_every   every so many of the passes taken is kept out of training; the last `held_out_tokens` rows of these judge the probe
@@ -60,7 +61,7 @@ class ProbeFit:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], config: FitConfig | None = None, *, tokens: int = 1024, every: int = 1,
-                 moment_tokens: int = 1 << 15, held_out_every: int = 16, held_out_tokens: int = 4096, edges: bool = True,
+                 moment_tokens: int = 1 << 15, held_out_every: int = 16, held_out_tokens: int = 2048, edges: bool = True,
                  watch: Scalars | None = None, log_every: int = 50, metrics: Metrics | None = None) -> None:
         if min(tokens, every, moment_tokens, held_out_tokens, log_every) < 1 or held_out_every < 2:
             raise ShapeError("sizes must be positive, and held_out_every at least 2", where="ProbeFit", do="correct the arguments")
@@ -178,13 +179,14 @@ class _Chunk:
 
     def shared(self, moe: nn.Module, out_SBD: torch.Tensor) -> None:
         if self._open and self._adds_shared:
-            self._parts["moe_input", self._index[id(moe)]] += out_SBD.reshape(-1, out_SBD.shape[-1])[self._row].float()
+            self._parts["moe_input", self._index[id(moe)]] += out_SBD.reshape(-1, out_SBD.shape[-1])[self._row]
 
     _open = False
 
     def _keep(self, kind: str, i: int, value: torch.Tensor) -> None:
         # A copy: the model may free or reuse the buffer.
-        self._parts[kind, i] = value.reshape(-1, value.shape[-1])[self._row].to(self.device, torch.float32, copy=True)
+        dtype = torch.float32 if kind == "logits" else value.dtype
+        self._parts[kind, i] = value.reshape(-1, value.shape[-1])[self._row].to(self.device, dtype, copy=True)
 
     def _begin(self, hidden: torch.Tensor) -> None:
         self._parts.clear()
@@ -214,9 +216,13 @@ class _Chunk:
     @torch.no_grad()
     def _end(self, padding_T: torch.Tensor | None) -> None:
         n = range(len(self.layers))
+        missing = [i for i in n if ("moe_input", i) not in self._parts or ("logits", i) not in self._parts]
+        if missing:
+            raise SessionError(f"the pass came to its last router without layers {missing}", where="ProbeFit",
+                               expected="every layer of the stage, in order, in eager mode", do="close() the fit for such a pass")
         moe_input = [self._parts["moe_input", i] for i in n]
         if self.after is not None:
-            tail = torch.stack(moe_input[-self.after.count :])
+            tail = torch.stack(moe_input[-self.after.count :]).float()
             self._sent.append((dist.isend(tail, self.after.rank, group=self.fit.places.group), tail))
             while self._sent and self._sent[0][0].is_completed():
                 self._sent.popleft()
@@ -224,7 +230,7 @@ class _Chunk:
         if self._edge is not None:
             handle, buffer = self._edge
             handle.wait()
-            edge, self._edge = list(buffer), None
+            edge, self._edge, moe_input = list(buffer), None, [t.float() for t in moe_input]
         residual = [self._parts.get(("residual", i), moe_input[i]) for i in n]
         taps = StageTaps(torch.stack(residual), torch.stack(edge + moe_input), torch.stack([self._parts["logits", i] for i in n]))
         self._parts.clear()
@@ -237,7 +243,7 @@ class _Chunk:
         fit, trainer, gates = self.fit, self.trainer, self.gates()
         self.taken += 1
         if self.taken % fit.held_out_every == 0:
-            self.held.append(taps)
+            self.held.append(replace(taps, residual_LTD=taps.residual_LTD.bfloat16(), moe_input_LTD=taps.moe_input_LTD.bfloat16()))
             while len(self.held) > 1 and sum(t.tokens for t in self.held) - self.held[0].tokens >= fit.held_out_tokens:
                 self.held.popleft()
             return

@@ -37,7 +37,7 @@ def group_sum(tensors: Sequence[torch.Tensor], group: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class StageTaps:
-    """Some tokens of a pass, float32, layer-major. `moe_input` begins with the layers that the stage before sent."""
+    """Some tokens of a pass, any float dtype, layer-major. `moe_input` begins with the layers that the stage before sent."""
 
     residual_LTD: torch.Tensor
     moe_input_LTD: torch.Tensor

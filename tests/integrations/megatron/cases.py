@@ -1,6 +1,8 @@
 """What is tried on both versions of Megatron-core: each case runs on every rank of its group and returns what is to be asserted."""
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +90,8 @@ def compared(layout: dict[str, Any], change: dict[str, Any], *, steps: int = 5, 
     out: dict[str, Any] = {"same": alike(stock, ours), "norms": ours.norms, "model_losses": [float(x) for x in ours.losses]}
     if isinstance(fit, ProbeFit):
         out |= {"losses": losses, "steps": fit.done, "fallen": fallen(fit), "targets": [c.trainer.targets for c in fit.chunks],
-                "recall": fit.recall(), "passes": [c.passes for c in fit.chunks]}
+                "recall": fit.recall(), "passes": [c.passes for c in fit.chunks],
+                "counted": [fit.metrics.value("probe_fit_steps", stage=c.index) for c in fit.chunks]}
         fit.close()
     return out
 
@@ -117,6 +120,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "jitter": ({}, {"moe_input_jitter_eps": 1e-2}),
     "mtp": ({}, {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}),
     "virtual_pipeline": ({"pp": 2, "vp": 2}, {"virtual_pipeline_model_parallel_size": 2}),
+    "expert_tensor": ({"tp": 2, "etp": 2}, ALLTOALL),
     "dense_between": ({"pp": 2}, {"moe_layer_freq": [0, 1, 1, 1]}),
     "recompute_full": ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
     "recompute_parts": ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}),
@@ -207,6 +211,51 @@ def evaluation_and_close(folder: Path) -> Any:
             "left": max(len(m._forward_pre_hooks) for m in model.modules()),
             "keys": [k for k in model.state_dict() if "probes" in k],
             "listening": [layer.mlp.router.listening for layer in megatron.moe_layers(model)]}
+
+
+@case(1)
+def specs(folder: Path) -> Any:
+    """Users' own subclasses are kept, what is converted stays converted, the original spec is left alone, and faults have names."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class Mine(MoELayer):
+        pass
+
+    class MyRouter(TopKRouter):
+        pass
+
+    harness.groups()
+    plain = harness.spec(harness.config())
+    mlp = plain.submodules.mlp
+    inner = dataclasses.replace(mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"], router=MyRouter)
+    own = functools.partial(Mine, submodules=inner) if isinstance(mlp, functools.partial) else dataclasses.replace(
+        mlp, module=Mine, submodules=inner)
+    mine = dataclasses.replace(plain, submodules=dataclasses.replace(plain.submodules, mlp=own))
+    model = harness.build(harness.config(), lambda s: with_prefetch(with_prefetch([mine, s, mine]))[0])[0]
+    layer = megatron.moe_layers(model)[0]
+    twice = with_prefetch([mine, mine])
+    faults = {}
+    for name, value in (("normalization", "LayerNorm"), ("cuda_graph_impl", "local"), ("moe_router_score_function", "sqrtsoftplus")):
+        kept, bias = getattr(layer.config, name), layer.mlp.router.expert_bias
+        setattr(layer.config, name, value)
+        layer.mlp.router.expert_bias = torch.zeros(8) if value == "sqrtsoftplus" else bias
+        try:
+            megatron.gate(layer)
+        except megatron.UnsupportedModelError as error:
+            faults[name] = str(error)
+        setattr(layer.config, name, kept)
+        layer.mlp.router.expert_bias = bias
+    refused = []
+    for wrong in (lambda: with_prefetch(harness.get_gpt_layer_local_spec(normalization="RMSNorm")), lambda: ProbeFit(harness.build(
+            harness.config())[0])):
+        try:
+            wrong()
+        except megatron.UnsupportedModelError as error:
+            refused.append(str(error))
+    return {"mine": isinstance(layer.mlp, Mine) and isinstance(layer.mlp.router, MyRouter), "names": [type(layer.mlp).__name__,
+            type(layer.mlp.router).__name__], "one": twice[0] is twice[1], "untouched": harness.spec(harness.config()) is not plain and
+            mine.submodules.mlp is own, "faults": faults, "refused": refused}
 
 
 @case(1)

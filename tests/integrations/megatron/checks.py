@@ -15,7 +15,7 @@ from scripts.setup_env import NEWER_MEGATRON
 
 ROOT = Path(__file__).resolve().parents[3]
 FEATURES = ("shared", "shared_overlap", "losses", "expert_bias", "groups", "drop_and_pad", "bf16", "jitter", "mtp", "virtual_pipeline",
-            "dense_between", "recompute_full", "recompute_parts")
+            "expert_tensor", "dense_between", "recompute_full", "recompute_parts")
 LAYOUTS = ("one", "ep2", "tp2", "pp2", "ep4", "tp2ep2", "pp2ep2")
 
 
@@ -86,6 +86,19 @@ class Checks:
             assert all(rank["same"].values()), rank["same"]
             assert rank["steps"] >= 6
             assert rank["passes"] == [10] * len(rank["targets"])
+            assert all(n >= rank["steps"] for n in rank["counted"]), "metrics"
+
+    def test_specs_keep_what_users_made_of_them(self, results: Results) -> None:
+        (found,) = results("specs")
+        assert found["mine"]
+        assert found["names"] == ["PrefetchMine", "PrefetchMyRouter"]
+        assert found["one"]
+        assert found["untouched"]
+        assert "no RMSNorm" in found["faults"]["normalization"]
+        assert "CUDA graphs" in found["faults"]["cuda_graph_impl"]
+        assert "sqrtsoftplus" in found["faults"]["moe_router_score_function"]
+        assert "no MoE layer" in found["refused"][0]
+        assert "Megatron's own" in found["refused"][1]
 
     def test_the_comparison_sees_a_draw_a_leak_and_a_parameter(self, results: Results) -> None:
         (found,) = results("planted")

@@ -43,10 +43,10 @@ def config(**change: Any) -> TransformerConfig:
     return TransformerConfig(**values)
 
 
-def sizes(tp: int = 1, ep: int = 1, pp: int = 1, **change: Any) -> dict[str, Any]:
+def sizes(tp: int = 1, ep: int = 1, pp: int = 1, etp: int = 1, **change: Any) -> dict[str, Any]:
     """The configuration's part of a layout; MoE training asks for sequence parallelism where there is tensor parallelism."""
     return dict(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, pipeline_model_parallel_size=pp, sequence_parallel=tp > 1,
-                expert_tensor_parallel_size=1) | change
+                expert_tensor_parallel_size=etp) | change
 
 
 def forget_metrics() -> None:
@@ -61,12 +61,12 @@ def forget_metrics() -> None:
         destroy_moe_metrics_tracker()
 
 
-def groups(tp: int = 1, ep: int = 1, pp: int = 1, vp: int | None = None, **_: Any) -> None:
+def groups(tp: int = 1, ep: int = 1, pp: int = 1, vp: int | None = None, etp: int = 1) -> None:
     forget_metrics()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
                                              virtual_pipeline_model_parallel_size=vp, expert_model_parallel_size=ep,
-                                             expert_tensor_parallel_size=1)
+                                             expert_tensor_parallel_size=etp)
 
 
 def spec(cfg: TransformerConfig) -> Any:
