@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ..kv.format import PageLayout, capacity, format_of
+from ..kv.format import LAYOUT_VERSION, PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
 from ..observe.report import Figure, Report, Table
@@ -116,7 +116,7 @@ class Job:
         kind = f"passkey x{len(SAY)}" if self.passkey else "drift"
         return {
             "kind": kind, "model": self.model, "scheme": scheme, "length": self.length, "number": number,
-            "text": text, "calibration": self.calibration, "span": span,
+            "text": text, "calibration": self.calibration, "span": span, "layout": LAYOUT_VERSION,
         }  # fmt: skip
 
 

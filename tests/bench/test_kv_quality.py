@@ -79,10 +79,13 @@ def test_a_second_run_measures_only_what_is_missing(model, tmp_path, monkeypatch
     assert bench.run(job(), Journal([tmp_path / "j"])) == {}
 
 
-def test_another_text_or_calibration_is_another_measurement(model, tmp_path):
+def test_another_text_calibration_or_layout_is_another_measurement(model, tmp_path, monkeypatch):
     bench.run(job(texts=1), Journal([tmp_path / "j"]))
     for other in (job(calibration=128), job(span=512), bench.Job(TEXT + "1", "tiny", length=96, calibration=256)):
         assert Journal([tmp_path / "j"]).get(other.key("fp4-quality", 0)) is None
+    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality", 0))
+    monkeypatch.setattr(bench, "LAYOUT_VERSION", 0)
+    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality", 0)) is None
 
 
 def test_keys_are_hidden_and_looked_for(model):
