@@ -169,8 +169,8 @@ def training_step(a: argparse.Namespace, model: Any, device: torch.device) -> Ca
     return step
 
 
-def overhead(a: argparse.Namespace, step: Callable[[], Any], fit: Any, device: torch.device) -> tuple[float, float]:
-    """Median seconds of a step without and with the fit. Blocks take turns, so that a drift of the machine meets both."""
+def overhead(a: argparse.Namespace, step: Callable[[], Any], fit: Any, device: torch.device) -> tuple[list[float], list[float]]:
+    """Seconds of a step without and with the fit, per pair of blocks. Blocks take turns, so that a drift of the machine meets both."""
 
     def block() -> float:
         dist.barrier()
@@ -194,22 +194,26 @@ def overhead(a: argparse.Namespace, step: Callable[[], Any], fit: Any, device: t
         if i >= 2:
             times[on].append(seconds)
     fit.open()
-    return statistics.median(times[False]), statistics.median(times[True])
+    return times[False], times[True]
 
 
-def record(a: argparse.Namespace, every: int, without: float, with_fit: float, device: torch.device) -> None:
+def record(a: argparse.Namespace, every: int, off: list[float], on: list[float], device: torch.device) -> None:
+    """Print and append what was found: medians, and the quartiles of the pairs' ratios, without which a small share means nothing."""
     from moe_prefetch.bench.rows import Row, append_rows, machine_name
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()  # noqa: S607
     version = importlib.metadata.version("megatron-core")
     case = a.case or f"{a.layers}x{a.hidden}_e{a.experts}_ranks{dist.get_world_size()}_pp{a.pp}_tokens{a.tokens}"
     case += f"_every{every}"
+    without, with_fit = statistics.median(off), statistics.median(on)
+    ratios = [y / x - 1 for x, y in zip(off, on)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     rows = [Row(case, "step_without_ms", without * 1e3, "ms"), Row(case, "step_with_ms", with_fit * 1e3, "ms"),
-            Row(case, "overhead", with_fit / without - 1, "share")]
+            Row(case, "overhead", middle, "share"), Row(case, "overhead_q25", low, "share"), Row(case, "overhead_q75", high, "share")]
     append_rows(a.csv, "megatron", rows, machine=f"{dist.get_world_size()}x {machine_name(device.type)}, megatron-core {version}",
                 commit=os.environ.get("COMMIT", commit), checked="tests/integrations/megatron")
-    print(f"a step takes {without * 1e3:.2f} ms without the fit, {with_fit * 1e3:.2f} ms with it: {100 * (with_fit / without - 1):+.2f} % "
-          f"({case})")
+    print(f"a step takes {without * 1e3:.2f} ms without the fit, {with_fit * 1e3:.2f} ms with it: {100 * middle:+.2f} % "
+          f"(half of the pairs between {100 * low:+.2f} and {100 * high:+.2f} %; {case})")
 
 
 def main() -> None:
@@ -248,9 +252,9 @@ def main() -> None:
     if a.overhead:
         for every in a.measure_every or [a.every]:
             fit.every = every
-            without, with_fit = overhead(a, step, fit, device)
+            off, on = overhead(a, step, fit, device)
             if first:
-                record(a, every, without, with_fit, device)
+                record(a, every, off, on, device)
     dist.barrier()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """SmolMoE in Megatron-core: what it computes, and what probes fitted beside its training are worth."""
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,21 @@ def smolmoe_200_steps(folder: Path) -> Any:
     harness.groups()
     megatron_cpu.seed(1)
     hf, tokenizer = smolmoe.load(progress=False)
-    windows = text_windows(tokenizer, builtin_texts(), 256)
+    windows = text_windows(tokenizer, builtin_texts(), 128)
     windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
-    train, held = windows[:200], windows[200:224]
+    train, held = windows[:200], windows[200:240]
     model = convert(hf)
-    config = FitConfig(rank=64, linear=32, steps=200, batch=256)
-    beside = ProbeFit(model, config, tokens=256, moment_tokens=FINE["moment_tokens"], held_out_every=20, held_out_tokens=2048)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    beside = ProbeFit(model, FitConfig(rank=64, linear=32, steps=200, lr=3e-4), tokens=128, moment_tokens=1 << 13, held_out_every=20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     losses = []
-    for window in train:
+    for i, window in enumerate(train):
         optimizer.zero_grad()
         logits = run(model.train(), window[None])
         loss = torch.nn.functional.cross_entropy(logits[0, :-1], window[1:])
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
+        say(f"step {i}, loss {losses[-1]:.3f}")
     probe = beside.save_pretrained(folder / "beside", force=True)
     beside.close()
     model.eval()
@@ -105,13 +106,16 @@ def smolmoe_200_steps(folder: Path) -> Any:
         return steps
 
     kept = Taps.join([s.taps for s in taps(held)])
-    gates = megatron.gates(model)
-    trace = fit(gates, Memory(taps(train)), {"kept": kept}, folder / "trace", FitConfig(rank=64, linear=32, steps=400, batch=1024),
-                moment_tokens=1 << 17)
-    return {"beside": recalls(probe, kept), "trace": recalls(trace, kept), "losses": [sum(losses[:20]) / 20, sum(losses[-20:]) / 20]}
+    say(f"beside {recalls(probe, kept)}")
+    trace = fit(megatron.gates(model), Memory(taps(train)), {"kept": kept}, folder / "trace",
+                FitConfig(rank=64, linear=32, steps=200, batch=512), moment_tokens=1 << 17, force=True,
+                progress=lambda done, steps: say(f"fit {done}/{steps}"))
+    return {"beside": recalls(probe, kept), "trace": recalls(trace, kept), "losses": [sum(losses[:40]) / 40, sum(losses[-40:]) / 40]}
 
 
-FINE = {"moment_tokens": 1 << 14}
+def say(line: str) -> None:
+    """Progress of a long case, for whoever waits for it."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def recalls(probe: Any, taps: Taps) -> list[float]:

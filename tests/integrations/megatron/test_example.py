@@ -26,7 +26,7 @@ def test_two_processes_train_and_write_a_probe_and_a_row(tmp_path: Path) -> None
     assert "step 30/30  loss" in done.stdout
     assert (tmp_path / "probe" / "config.json").exists()
     rows = list(csv.DictReader(table.open()))
-    assert [r["metric"] for r in rows] == ["step_without_ms", "step_with_ms", "overhead"]
+    assert [r["metric"] for r in rows] == ["step_without_ms", "step_with_ms", "overhead", "overhead_q25", "overhead_q75"]
     assert all(r["bench"] == "megatron" and "megatron-core 0.16.1" in r["machine"] for r in rows)
     assert float(rows[0]["value"]) > 0
 
