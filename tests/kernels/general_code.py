@@ -84,7 +84,7 @@ def facts(name: str) -> dict[str, object]:
     else:
         layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
         constants = general.constants(layout, 8, rows, 1, 8, **rest)
-        _, _, warps, registers, _ = general.tuning(layout, rows)
+        _, _, warps, registers, _, _ = general.tuning(layout, rows)
         kernel = compiled(general.attend_general, constants, num_warps=warps, maxnreg=registers)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -94,8 +94,9 @@ def facts(name: str) -> dict[str, object]:
     if keep := os.environ.get("KEEP_CODE"):
         Path(keep, f"{name}.sass").write_text(code)
         Path(keep, f"{name}.ttgir").write_text(kernel.asm["ttgir"])
-    # the shortest loop that copies to shared memory: the one over an item's pages lies in that over items
-    loop = next(body for body in loops(code) if any("HMMA" in t for t in body) and any("LDGSTS" in t for t in body))
+    # the shortest loop that copies to shared memory, or decodes: the one over an item's pages lies in that over items
+    mark = {"mla_fp4": "0x8e008e00"}.get(name, "LDGSTS")
+    loop = next(body for body in loops(code) if any("HMMA" in t for t in body) and any(mark in t for t in body))
     count = lambda pattern, lines: sum(bool(re.search(pattern, t)) for t in lines)  # noqa: E731
     return {
         "name": name,

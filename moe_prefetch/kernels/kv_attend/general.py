@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PageLayout
-from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2
+from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2, fetch
 from .general_tiles import (
     FP8,
     PLANES,
@@ -86,7 +86,7 @@ def attend_general(
     KNB: tl.constexpr, VNB: tl.constexpr, OUT: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
-    TT: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
+    TT: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """Partial attention: each program takes an equal share of the flat list of units.
 
@@ -189,6 +189,8 @@ def attend_general(
                 if SOFTCAP > 0:
                     s_RT = bend(s_RT, SOFTCAP)
                 s_RT = seen(s_RT, SINKS + t // (128 // TT) * 128 + t_T, there_T, qpos_R, SLIDING)
+                if FETCH:
+                    fetch(pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES, PAGE_BYTES)
                 new_R = tl.maximum(m_R, tl.max(s_RT, axis=1))
                 alpha_R = exp2(m_R - new_R)
                 m_R = new_R
@@ -279,17 +281,18 @@ def merge_parts(
 
 
 # launch ----------------------------------------------------------------------------------------------------------------
-STAGES = 3
+FETCH = True  # ask L2 for the next page where one tile at a time is in shared memory
 
 
-def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int]:
-    """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then)."""
+def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int, int]:
+    """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then, pipeline stages)."""
     wide = max(layout.k_dim, layout.v_dim) > 128
     if layout.format.code == "fp4":
-        return 16, 128 if layout.format.order == "planes" else 64, *((8, 128, 2) if wide else (4, 168, 3))
+        tile = 128 if layout.format.order == "planes" else 64
+        return (16, tile, 4, 255, 2, 3) if wide else (16, tile, 4, 168, 3, 2 if tile == 128 else 3)
     if wide:
-        return 16, 32 if layout.format.code == "fp16" else 64, 4, 255, 2
-    return (16, 64, 4, 168, 3) if rows <= 16 else (32, 64, 4, 255, 2)
+        return 16, 32 if layout.format.code == "fp16" else 64, 4, 255, 2, 3
+    return (16, 64, 4, 168, 3, 3) if rows <= 16 else (32, 64, 4, 255, 2, 3)
 
 
 def serves(layout: PageLayout, group: int = 1) -> bool:
@@ -307,11 +310,11 @@ def constants(layout: PageLayout, heads: int, rows: int, queries: int, batch: in
               softcap: float, natively: bool = False) -> dict[str, object]:
     """Compile-time arguments of `attend_general`; `natively`: see `native`."""
     f = layout.format
-    block_rows, tile, *_ = tuning(layout, rows)
+    block_rows, tile, _, _, _, stages = tuning(layout, rows)
     at = {k: v[0] for k, v in layout.offsets.items()}
     return {
         "BP": max(16, triton.next_power_of_2(batch)), "N": heads, "R": rows, "T": queries, "D": layout.k_dim, "DV": layout.v_dim,
-        "RP": block_rows, "TT": 128 if natively else tile, "STAGES": STAGES, "NATIVE": natively,
+        "RP": block_rows, "TT": 128 if natively else tile, "STAGES": stages, "FETCH": FETCH and stages == 2, "NATIVE": natively,
         "CODE": ["fp16", "fp8", "planes", "linear"].index(f.order if f.code == "fp4" else f.code),
         "BF": f.code == "fp4" and f.scale == "e8m0",
         "FACTOR": f.code == "fp4" and f.scale == "e4m3", "BY_CHANNEL": f.v_axis == "channel", "BLOCK": max(f.block, 1),
@@ -340,7 +343,7 @@ def attend(
     channels, k_mean, k_gain, _, v_gain, _ = book
     const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap,
                       natively=native(layout, dev))
-    RP, _, warps, registers, per_sm = tuning(layout, R)
+    RP, _, warps, registers, per_sm, _ = tuning(layout, R)
     programs, items = programs_on(dev, per_sm), B * N * -(-R // RP)
     out = torch.empty(B, H, T, DV, dtype=torch.float32, device=dev)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=dev)

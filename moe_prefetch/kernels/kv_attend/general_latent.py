@@ -75,23 +75,39 @@ def per_word(s_TG, TT: tl.constexpr):
 
 
 @triton.jit
-def latent_tiles(base, t_T, there_T, D: tl.constexpr, CODE: tl.constexpr, KS_AT: tl.constexpr, TT: tl.constexpr):
-    """The latent of a page's tokens t as FP16 pieces [TT, 64] in the order of `channels_of`; FP4: times 2^-7 and the page's factor."""
+def latent_bytes(base, t_T, there_T, D: tl.constexpr, ROPE: tl.constexpr, CODE: tl.constexpr, KS_AT: tl.constexpr, ROPE_AT: tl.constexpr):
+    """What a page holds of tokens t: the rotary part, then pieces of the latent; FP4: words of 256 channels and their scales in turn."""
     c_C = tl.arange(0, 64)
-    tiles = ()
+    parts = (tl.load((base + ROPE_AT).to(tl.pointer_type(tl.float16)) + t_T[:, None] * ROPE + tl.arange(0, ROPE)[None, :]),)
     if CODE == FP16:
         for g in tl.static_range(D // 64):
             at_TC = base.to(tl.pointer_type(tl.float16)) + t_T[:, None] * D + 64 * g + c_C[None, :]
-            tiles = tiles + (tl.load(at_TC, mask=there_T[:, None], other=0),)
+            parts = parts + (tl.load(at_TC, mask=there_T[:, None], other=0),)
     elif CODE == FP8:
         for g in tl.static_range(D // 64):
-            x_TC = tl.load(base + t_T[:, None] * D + 64 * g + c_C[None, :])
-            tiles = tiles + (e4m3(keep(x_TC, tl.where(there_T, 0xFF, 0).to(tl.uint8)[:, None])),)
+            parts = parts + (tl.load(base + t_T[:, None] * D + 64 * g + c_C[None, :]),)
     else:
         for h in tl.static_range(D // 256):
             x_TC = tl.load(base.to(tl.pointer_type(tl.uint16)) + t_T[:, None] * (D // 4) + 64 * h + c_C[None, :])
             at_TG = (base + KS_AT).to(tl.pointer_type(tl.uint16)) + t_T[:, None] * (D // 64) + 4 * h + tl.arange(0, 4)[None, :]
-            s_TG = tl.load(at_TG).to(tl.int32)
+            parts = parts + (x_TC, tl.load(at_TG))
+    return parts
+
+
+@triton.jit
+def latent_tiles(parts, there_T, D: tl.constexpr, CODE: tl.constexpr, TT: tl.constexpr):
+    """The latent as FP16 pieces [TT, 64] in the order of `channels_of`; FP4: times 2^-7, the page's factor left out."""
+    tiles = ()
+    if CODE == FP16:
+        for g in tl.static_range(D // 64):
+            tiles = tiles + (parts[g + 1],)
+    elif CODE == FP8:
+        for g in tl.static_range(D // 64):
+            tiles = tiles + (e4m3(keep(parts[g + 1], tl.where(there_T, 0xFF, 0).to(tl.uint8)[:, None])),)
+    else:
+        for h in tl.static_range(D // 256):
+            x_TC = parts[2 * h + 1]
+            s_TG = parts[2 * h + 2].to(tl.int32)
             lo_TC = per_word(scale16(s_TG), TT)
             hi_TC = per_word(scale16(s_TG >> 8), TT)
             tiles = tiles + (word16(x_TC, 0) * lo_TC, word16(x_TC, 1) * lo_TC, word16(x_TC, 2) * hi_TC, word16(x_TC, 3) * hi_TC)
@@ -160,7 +176,8 @@ def attend_latent(
     part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     CODE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, KS_AT: tl.constexpr, ROPE_AT: tl.constexpr, TRAILER_AT: tl.constexpr, TT: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, KS_AT: tl.constexpr, ROPE_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    TT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """As `general.attend_general`, for pages whose latent (D channels) is K and V, beside ROPE channels that are K only.
 
@@ -213,7 +230,7 @@ def attend_latent(
         back_R = amax_R * (scale_log2 / 256.0)
 
         factor = 1.0
-        past = 1.0
+        ratio = 1.0
         m_R = tl.full((RP,), NONE, tl.float32)
         mv_R = m_R
         l_TR = tl.zeros((TT, RP), tl.float32)
@@ -231,22 +248,34 @@ def attend_latent(
                     q_CR = q_CR / tl.load(k_gain_ptr + n * D + ch_C)[:, None]
                 qs = qs + ((q_CR * norm_R[None, :]).to(tl.float16),)
             table = table_ptr + b * table_width
-            page = tl.load(table + t0 // PT)
+            base = pool_ptr + (tl.load(table + t0 // PT).to(tl.int64) * N + n) * PAGE_BYTES
+            page = tl.load(table + tl.minimum(t0 + 1, t1 - 1) // PT)
             if CODE > FP8:
-                factor = tl.load((pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES + TRAILER_AT).to(tl.pointer_type(tl.float32))) * UNIT
-                past = factor
+                factor = tl.load((base + TRAILER_AT).to(tl.pointer_type(tl.float32))) * UNIT
+            if AHEAD:
+                parts = latent_bytes(base, t0 % PT * TT + i_T, i_T >= 0, D, ROPE, CODE, KS_AT, ROPE_AT)
             for t in tl.range(t0 if ASM else t0.handle.data.item(), t1 if ASM else t1.handle.data.item(), num_stages=STAGES):
-                base = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
-                page = tl.load(table + tl.minimum(t + 1, t1 - 1) // PT)
                 t_T = t % PT * TT + i_T
                 there_T = t // PT * 128 + t_T < stored
-                rope_TO = held(tl.load((base + ROPE_AT).to(tl.pointer_type(tl.float16)) + t_T[:, None] * ROPE + c_O[None, :]))
-                tiles = latent_tiles(base, t_T, there_T, D, CODE, KS_AT, TT)
+                next_base = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
+                page = tl.load(table + tl.minimum(t + 2, t1 - 1) // PT)
+                if not AHEAD:
+                    parts = latent_bytes(base, t_T, there_T, D, ROPE, CODE, KS_AT, ROPE_AT)
+                rope_TO = held(parts[0])
+                tiles = latent_tiles(parts, there_T, D, CODE, TT)
+                if CODE == FP8:
+                    scale_T = byte_at(base + KS_AT, t_T)
+                if CODE > FP8:
+                    next_factor = tl.load((next_base + TRAILER_AT).to(tl.pointer_type(tl.float32))) * UNIT
+                if AHEAD:
+                    # while this tile is worked on
+                    parts = latent_bytes(next_base, (t + 1) % PT * TT + i_T, i_T >= 0, D, ROPE, CODE, KS_AT, ROPE_AT)
+                base = next_base
                 s_TR = tl.zeros((TT, RP), tl.float32)
                 for p in tl.static_range(D // 64):
                     s_TR = dot(tiles[p], qs[p + 1], s_TR)
                 if CODE == FP8:
-                    s_TR = s_TR * scale32(byte_at(base + KS_AT, t_T), True)[:, None]
+                    s_TR = s_TR * scale32(scale_T, True)[:, None]
                 # the rotary part knows no factor
                 s_TR = dot(rope_TO, qs[0], s_TR * factor) * back_R[None, :]
                 if CODE > FP8:
@@ -257,20 +286,19 @@ def attend_latent(
                 p_TR, alpha_R, m_R, l_TR = softmax_step(s_TR, m_R, l_TR)
                 if CODE == FP8:
                     # the scale joins the exponent, under a maximum of its own, so that p fills FP16
-                    s_TR += (byte_at(base + KS_AT, t_T) - 127).to(tl.float32)[:, None]
+                    s_TR += (scale_T - 127).to(tl.float32)[:, None]
                     p_TR, alpha_R, mv_R, _unused_TR = softmax_step(s_TR, mv_R, l_TR)
                 if CODE > FP8:
                     # accumulators are in units of the page's factor, a power of two
-                    alpha_R = alpha_R * (past / factor)
+                    alpha_R = alpha_R * ratio
                 p_RT = tl.trans(p_TR.to(tl.float16))
                 new = ()
                 for p in tl.static_range(D // 64):
                     new = new + (dot(p_RT, tiles[p], accs[p] * alpha_R[:, None]),)
                 accs = new
                 if CODE > FP8:
-                    past = factor
-                    at = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES + TRAILER_AT
-                    factor = tl.load(at.to(tl.pointer_type(tl.float32))) * UNIT
+                    ratio = factor / next_factor
+                    factor = next_factor
         l_R = tl.sum(l_TR, axis=0)
         part_at = part_ptr + slot * RP * D
         for p in tl.static_range(D // 64):
@@ -279,7 +307,7 @@ def attend_latent(
             if CODE == FP8:
                 acc_RC = acc_RC * exp2(mv_R - m_R)[:, None]
             elif CODE > FP8:
-                acc_RC = acc_RC * past / tl.load(k_gain_ptr + n * D + ch_C)[None, :]
+                acc_RC = acc_RC * factor / tl.load(k_gain_ptr + n * D + ch_C)[None, :]
                 acc_RC += l_R[:, None] * tl.load(k_mean_ptr + n * D + ch_C)[None, :]
             tl.store(part_at + r_R[:, None] * D + ch_C[None, :], acc_RC)
         tl.store(ml_ptr + (slot * RP + r_R) * 2, m_R)
@@ -310,7 +338,9 @@ def constants(layout: PageLayout, heads: int, rows: int, queries: int, batch: in
         "BP": max(16, triton.next_power_of_2(batch)), "N": heads, "R": rows, "RP": ROWS, "T": queries, "D": layout.k_dim,
         "ROPE": layout.rope, "CODE": ["fp16", "fp8", "fp4"].index(code), "SINKS": sinks, "RING": max(ring, 1), "SLIDING": sliding,
         "SOFTCAP": softcap, "PAGE_BYTES": layout.page_bytes, "KS_AT": at["k_scales"], "ROPE_AT": at["k_rope"],
-        "TRAILER_AT": at["trailer"], "TT": TILE, "STAGES": 2,
+        "TRAILER_AT": at["trailer"], "TT": TILE,
+        # FP4 tiles come one ahead through registers, larger ones through shared memory
+        "STAGES": 1 if code == "fp4" else 2, "AHEAD": code == "fp4",
     }
 
 
