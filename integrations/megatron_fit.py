@@ -286,7 +286,7 @@ class _Chunk:
         hits = self.trainer.hits(taps, gates)
         count = torch.tensor([taps.tokens * gates[0].top_k], dtype=torch.float64, device=self.device)
         group_sum([*hits, count], self.fit.group)
-        return {h.horizon: (x / count).tolist() for h, x in zip(live, hits)}
+        return {h.horizon: (x / count.clamp_min(1)).tolist() for h, x in zip(live, hits)}
 
     @torch.no_grad()
     def judged(self) -> list[tuple[int, dict[Any, Any]]]:
@@ -298,7 +298,9 @@ class _Chunk:
         learnt = {h.horizon: self.trainer.learnt(h.horizon) for h in self.trainer.horizons}
         # Per layer and horizon: temperature and recall of the probe, the same of the stale gate.
         sums = torch.zeros(len(self.layers), len(HORIZONS), 4, dtype=torch.float64, device=self.device)
-        for i, spec in enumerate(gates):
+        # A rank whose kept-back tokens were all padding has nothing to say.
+        voters = torch.full((1,), float(taps.tokens > 0), dtype=torch.float64, device=self.device)
+        for i, spec in enumerate(gates if taps.tokens else []):
             true = select(taps.logits_LTE[i], spec)
             for h, rows in learnt.items():
                 mine = rows[i]
@@ -311,9 +313,8 @@ class _Chunk:
                     margin = margins(probe.logits(0, 0, tap_TD), spec)
                     sums[i, h, 2 * j] = math.log(max(fit_temperature(margin, true), 1e-30))
                     sums[i, h, 2 * j + 1] = figures.recall(margin, true)
-        group_sum([sums], self.fit.group)
-        if self.fit.group is not None:
-            sums /= dist.get_world_size(self.fit.group)
+        group_sum([sums, voters], self.fit.group)
+        sums /= voters.clamp_min(1)
         sums[..., ::2] = sums[..., ::2].exp()
         for i, (spec, layer) in enumerate(zip(gates, self.layers)):
             row: dict[str, Any] = {"gate": spec.to("cpu"), "figures": sums[i].cpu()}
