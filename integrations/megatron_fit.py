@@ -51,6 +51,7 @@ class ProbeFit:
     tokens     rows of a micro-batch that a step takes on this rank, spread evenly over it; a step holds about 30 bytes for each of them,
                each layer of the stage and each channel
     every      a step at every so many micro-batches: with `tokens`, what the fit costs
+    after      micro-batches to let go by first: routers that still find their way can't be forecast
     moment_tokens    rows, over all ranks of the stage, that make the start
     held_out_every   every so many of the passes taken is kept out of training; the last `held_out_tokens` rows of these judge the probe
     edges      send taps across pipeline stages; without it, the first layers of a later stage keep the stale gate at horizons 1 and 2
@@ -61,9 +62,9 @@ class ProbeFit:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], config: FitConfig | None = None, *, tokens: int = 1024, every: int = 1,
-                 moment_tokens: int = 1 << 15, held_out_every: int = 16, held_out_tokens: int = 2048, edges: bool = True,
+                 after: int = 0, moment_tokens: int = 1 << 15, held_out_every: int = 16, held_out_tokens: int = 2048, edges: bool = True,
                  watch: Scalars | None = None, log_every: int = 50, metrics: Metrics | None = None) -> None:
-        if min(tokens, every, moment_tokens, held_out_tokens, log_every) < 1 or held_out_every < 2:
+        if min(tokens, every, moment_tokens, held_out_tokens, log_every, after + 1) < 1 or held_out_every < 2:
             raise ShapeError("sizes must be positive, and held_out_every at least 2", where="ProbeFit", do="correct the arguments")
         chunks = chunks_of(model)
         layers = [moe_layers(chunk) for chunk in chunks]
@@ -75,7 +76,7 @@ class ProbeFit:
         groups = some.pg_collection
         self.group = groups.tp_dp_cp if dist.is_initialized() else None
         self.config = replace(config, batch=tokens * (dist.get_world_size(self.group) if self.group is not None else 1))
-        self.tokens, self.every, self.moment_tokens = tokens, every, moment_tokens
+        self.tokens, self.every, self.after, self.moment_tokens = tokens, every, after, moment_tokens
         self.held_out_every, self.held_out_tokens, self.watch, self.log_every = held_out_every, held_out_tokens, watch, log_every
         self.metrics = metrics or Metrics()
         self.first_rank = self.group is None or dist.get_rank(self.group) == 0
@@ -193,7 +194,7 @@ class _Chunk:
         self._open = False
         if not self.layers[0].training:
             return
-        self._open = self.passes % self.fit.every == 0
+        self._open = self.passes >= self.fit.after and (self.passes - self.fit.after) % self.fit.every == 0
         tokens = hidden.numel() // hidden.shape[-1]
         stride = max(1, -(-tokens // self.fit.tokens))
         # Another row of each stretch every time, without a random number.

@@ -194,7 +194,7 @@ def recompute_counts_once(folder: Path) -> Any:
 @case(1)
 def evaluation_and_close(folder: Path) -> Any:
     harness.groups()
-    run, fit = harness.train(harness.config(), convert=with_prefetch, attach=fitter())
+    run, fit = harness.train(harness.config(), convert=with_prefetch, attach=fitter(after=4))
     model, before = run.chunks[0], (fit.chunks[0].passes, fit.done)
     hooks = [len(m._forward_pre_hooks) for m in model.modules()]
     tokens = harness.batches(1)[0][0]

@@ -126,7 +126,8 @@ class Checks:
 
     def test_evaluation_does_not_train_and_close_leaves_nothing(self, results: Results) -> None:
         (found,) = results("evaluation_and_close")
-        assert found["before"] == found["after_eval"] == found["after_close"]
+        # Ten passes: four let go by, two for the start.
+        assert found["before"] == found["after_eval"] == found["after_close"] == [10, 4]
         assert found["hooks"] == 1
         assert found["left"] == 0
         assert found["keys"] == []
