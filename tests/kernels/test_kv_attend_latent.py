@@ -64,8 +64,9 @@ def test_peaky_scores(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4-quality"])
-def test_pages_of_very_different_size(name: str) -> None:
-    """A page 2^12 times louder than its neighbours, and one of zeros: factors change back and forth."""
+def test_pages_of_very_different_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page 2^12 times louder than its neighbours, and one of zeros: factors change back and forth within one program."""
+    monkeypatch.setattr(general, "programs_on", lambda *_: 1)
     layout = mla(name)
     args, kw = case(layout, 16, [36 + 4 * PAGE])
     n = int(args[4][0])
