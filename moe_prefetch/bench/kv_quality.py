@@ -30,8 +30,8 @@ from .rows import Journal, Row
 
 CHECKED = "tests/kv/test_attention.py::test_one_pass_equals_stepwise_decode"
 SINKS = 4
-# Said often enough for a model of 135 million parameters.
-SAY = ("The", "Remember: the", "Again: the", "I repeat: the", "Do not forget: the")
+# Said often enough that a model of 135 million parameters knows each digit at 0.8 and more: what it only guesses tells nothing.
+SAY = 2 * ("The", "Remember: the", "Again: the", "I repeat: the", "Do not forget: the")
 PARTS = 8  # of a text, for drift by position
 
 

@@ -89,9 +89,9 @@ def test_another_text_calibration_or_layout_is_another_measurement(model, tmp_pa
 
 
 def test_keys_are_hidden_and_looked_for(model):
-    j = job(passkey=3, length=384, calibration=128)
+    j = job(passkey=3, length=768, calibration=128)
     hidden, answer = bench.Bench(j).hide(1)
-    assert len(hidden) == 384 and answer == 6
+    assert len(hidden) == 768 and answer == 6
     journal = Journal()
     bench.run(j, journal)
     found = bench.retrieval(j, journal)
@@ -105,7 +105,7 @@ def test_a_text_too_short_for_a_key_is_refused(model):
 
 
 def test_a_key_is_found_by_a_model_that_answers_it(model, monkeypatch):
-    j = job(passkey=2, length=384, calibration=128)
+    j = job(passkey=2, length=768, calibration=128)
     one = bench.Bench(j)
     answers = {n: one.hide(n)[0] for n in range(2)}
 
