@@ -4,6 +4,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.deepspeed.ranks import environment
+from tests.tiny import tiny
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,12 +54,23 @@ def test_the_readmes_paragraph(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.model
-def test_generate_next_to_deepspeed_alone(tmp_path):
-    said = run(ROOT / "examples/deepspeed_generate.py", "--tokens", 4, "--rounds", 1, "--compare", tmp_path / "rows.csv")
+def test_generate():
+    assert "hit" in run(ROOT / "examples/deepspeed_generate.py", "--tokens", 4)
+
+
+def test_generate_next_to_deepspeed_alone(tmp_path, monkeypatch, capsys):
+    scope = runpy.run_path(str(ROOT / "examples/deepspeed_generate.py"))
+    main = scope["main"]
+    monkeypatch.setitem(main.__globals__, "random_model", lambda layers, dtype, device: tiny("qwen3_moe", vocabulary=32000))
+    arguments = ["--random", 4, "--home", "local", "--kv", "fp16", "fp8", "--batch", 2, "--prompt", 80, "--tokens", 4, "--rounds", 1]
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--compare", str(tmp_path / "rows.csv")])
+    assert main() == 0
     with open(tmp_path / "rows.csv") as f:
-        rows = {row["metric"]: float(row["value"]) for row in csv.DictReader(f)}
-    assert {"decode_ms_deepspeed", "decode_ms_ours", "speedup_vs_deepspeed", "same_tokens", "kv_bytes_vs_16bit"} <= set(rows)
-    assert rows["same_tokens"] > 0 and "hit" in said
+        rows = {(row["case"].rpartition("-")[2], row["metric"]): float(row["value"]) for row in csv.DictReader(f)}
+    assert rows["fp16", "same_tokens"] == 1.0 == rows["fp16", "kv_bytes_vs_16bit"] != rows["fp8", "kv_bytes_vs_16bit"]
+    for kv in ("fp16", "fp8"):
+        ours, theirs = rows[kv, "decode_ms_ours"], rows[kv, "decode_ms_deepspeed"]
+        assert rows[kv, "speedup_vs_deepspeed"] == pytest.approx(theirs / ours, rel=1e-3)
 
 
 def test_train_then_serve(tmp_path):
