@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralSparseMoeBlock
 
 import moe_prefetch
 from moe_prefetch.errors import SessionError
@@ -97,8 +98,11 @@ def autotp(rank: int, world: int, family: str) -> dict[str, Any]:
     plain = Plain.of(model, prompt(2, 9), 6)
     folder = shared_folder()
     section = {"dtype": "fp32", "tensor_parallel": {"tp_size": world}, "moe_prefetch": in_folder(folder)}
-    found = compare(mpd.init_inference(model, section), plain)
-    return found | {"files": records(folder)}
+    # The older style, ours beside DeepSpeed's; the other families are split by AutoTP's own search.
+    older = {MixtralSparseMoeBlock: mpd.MoEPrefetchPolicy, MixtralDecoderLayer: ("self_attn.o_proj",)} if family == "mixtral" else None
+    engine = mpd.init_inference(model, section, **({"injection_policy": older} if older else {}))
+    split = model.model.layers[0].self_attn.o_proj.weight.shape[1] * world == model.config.hidden_size
+    return compare(engine, plain) | {"files": records(folder), "split": split}
 
 
 def autoep(rank: int, world: int, family: str) -> dict[str, Any]:

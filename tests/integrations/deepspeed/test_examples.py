@@ -5,6 +5,7 @@ import csv
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +75,9 @@ def test_generate_next_to_deepspeed_alone(tmp_path, monkeypatch, capsys):
 
 
 def test_train_then_serve(tmp_path):
-    # A port of its own for each worker of the tests.
-    port = 29600 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
     said = run(ROOT / "examples/deepspeed_train_moe.py", "--steps", 90, "--out", tmp_path / "probe", port=port)
     assert (tmp_path / "probe/config.json").exists()
     missing = {plan: int(n) for plan, n in re.findall(r"^(\w+): .* there, (\d+) late or missing", said, re.MULTILINE)}

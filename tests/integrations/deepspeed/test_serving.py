@@ -45,7 +45,7 @@ def test_tiny_models(tiny_runs, world, case):
             # Ranks of an expert group hold different experts, so each has a file of its own; under AutoTP all share one.
             assert found["files"] == (["records"] if world == 1 else ["records/rank-0-of-2", "records/rank-1-of-2"])
         else:
-            assert found["files"] == ["records"]
+            assert found["files"] == ["records"] and found["split"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
