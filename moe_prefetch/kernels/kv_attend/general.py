@@ -289,7 +289,9 @@ def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int, int]
     wide = max(layout.k_dim, layout.v_dim) > 128
     if layout.format.code == "fp4":
         tile = 128 if layout.format.order == "planes" else 64
-        return (16, tile, 4, 255, 2, 3) if wide else (16, tile, 4, 168, 3, 2 if tile == 128 else 3)
+        # stages as measured: one tile in shared memory and the next page in L2, but for head dim 112
+        stages = 3 if tile == 64 or layout.k_dim % 64 == 48 else 2
+        return (16, tile, 4, 255, 2, 3) if wide else (16, tile, 4, 168, 3, stages)
     if wide:
         return 16, 32 if layout.format.code == "fp16" else 64, 4, 255, 2, 3
     return (16, 64, 4, 168, 3, 3) if rows <= 16 else (32, 64, 4, 255, 2, 3)
