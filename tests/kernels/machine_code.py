@@ -48,6 +48,8 @@ TYPES = {
     "B": "i32",
     "table_width": "i32",
     "t_at": "i32",
+    "first_64": "i32",
+    "second_64": "i32",
     "scale_log2": "fp32",
 }
 # name: format, head dim, query rows, outlier channels
@@ -89,8 +91,6 @@ def machine_code(name: str) -> str:
         "KO_AT": at["k_outliers"],
         "TRAILER_AT": at["trailer"],
         "STAGES": fused.STAGES,
-        "W1": fused.W1,
-        "W2": fused.W2,
         "PDL": True,
     }
     attrs = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(TYPES.values()) if t.startswith("*")}
@@ -98,7 +98,7 @@ def machine_code(name: str) -> str:
     source = ASTSource(
         fn=fused.attend_pages, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=attrs
     )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": fused.REGISTERS})
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": fused.FIT[rows][1]})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])

@@ -32,6 +32,7 @@ def case(
     q_len: list[int] | None = None,
     learned_sink: bool = False,
     loud: float = 4.0,
+    swell: float = 1.0,
     **options: Any,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of `attend`: pages in random order, pages and slots that nobody owns full of 0xFF."""
@@ -49,6 +50,9 @@ def case(
         if n:
             k, v = torch.randn(n, heads, dim, device=DEVICE), torch.randn(n, heads, dim, device=DEVICE)
             k[:, :, :3] *= loud
+            # pages whose factors differ
+            v[PAGE:] *= swell
+            v[2 * PAGE :] /= swell**2
             encode_naive(pool, k, v, ints(runs_for(table[b].tolist(), 0, n, 0)), book, layout)
     owned = {int(p) for b, n in enumerate(stored) for p in table[b, : -(-n // PAGE)]}
     for page in set(range(len(ids))) - owned:
@@ -85,6 +89,8 @@ CASES = {
     "groups of 4, 8 outliers": dict(name="fp4-quality", dim=128, group=4, outliers=8, lengths=[300, 2, 0]),
     "groups of 8, 4 outliers, two heads": dict(name="fp4-72", dim=128, group=8, outliers=4, lengths=[300, 165], heads=2),
     "groups of 8, none": dict(name="fp4-72", dim=128, group=8, outliers=0, lengths=[421]),
+    "pages of unequal loudness": dict(name="fp4-quality", dim=128, group=8, outliers=8, lengths=[500], swell=37.0),
+    "one query head, unequal loudness": dict(name="fp4-quality", dim=64, group=1, outliers=0, lengths=[500], swell=1 / 37),
     "one query head": dict(name="fp4-72", dim=128, group=1, outliers=4, lengths=[165, 33]),
     "groups of 16": dict(name="fp4-72", dim=128, group=16, outliers=4, lengths=[300]),
     "odd group, odd outliers": dict(name="fp4-72", dim=128, group=5, outliers=3, lengths=[300], sinks=0),
@@ -106,7 +112,7 @@ CASES = {
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("programs", [3, 40])
 def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "programs_on", lambda device: programs)
+    monkeypatch.setattr(fused, "programs_on", lambda device, rows: programs)
     args, kw = case(**CASES[what])
     out, lse = fused.attend(*args, **kw)
     want, want_lse = attend_naive(*args, **kw)

@@ -18,22 +18,28 @@ HERE = Path(__file__).parent
 BUDGET: dict[str, dict[str, int]] = json.loads((HERE / "machine_code.json").read_text())
 
 
-def run(*names: str) -> list[dict[str, object]]:
+def run(script: str, *names: str) -> list[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run([sys.executable, HERE / "machine_code.py", *names], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run([sys.executable, HERE / script, *names], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("names", [["g4_d128_o8", "g8_d128_o8"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)])
 def test_within_budget(names: list[str]) -> None:
-    for fact in run(*names):
+    for fact in map(json.loads, run("machine_code.py", *names)):
         limit = BUDGET[str(fact["name"])]
         assert fact["fp8"] == limit["fp8"], f"{fact['name']}: scores and values go through {fact['fp8']} FP8 tensor instructions a page"
         assert fact["spills"] == 0
         assert fact["unset"] == [], "the assembler read a uniform register that nothing wrote"
         for what in ("loop", "registers", "shared", "barriers"):
             assert fact[what] <= limit[what], f"{fact['name']}: {what} {fact[what]}, at most {limit[what]}"
+
+
+@pytest.mark.parametrize("shapes", [["capped"], pytest.param(["long", "alone", "short", "wide"], marks=pytest.mark.nightly)])
+def test_every_launch_of_a_call_compiles(shapes: list[str]) -> None:
+    """The interpreter takes what the compiler refuses: an `if` on a float constant, say."""
+    assert run("ahead.py", *shapes) == [f"{shape} prepare attend_pages combine" for shape in shapes]
 
 
 def test_an_unset_uniform_register_is_seen() -> None:

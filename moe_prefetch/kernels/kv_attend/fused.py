@@ -13,7 +13,24 @@ import triton.language as tl
 
 from ...kv.format import PageLayout
 from ..kv_combine.fused import combine
-from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2, fetch, half_of, hi_plane, lo_plane, scale_of, seen, three_of, to_e4m3, word_of
+from ..kv_fp4.fused import (
+    ASM,
+    NONE,
+    bend,
+    dot,
+    exp2,
+    fetch,
+    half_of,
+    hi_plane,
+    lo_plane,
+    p8,
+    pv,
+    scale_of,
+    seen,
+    three_of,
+    twice,
+    word_of,
+)
 from ..kv_query.fused import buffers, prepare
 from ..kv_recent.fused import attend_recent
 
@@ -36,15 +53,15 @@ def _rows(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _start(p, total, programs, W1: tl.constexpr, W2: tl.constexpr):
-    """First page of program p: the programs that fit on the chip at once take W1 64ths of all pages, as many after them W2, then the rest.
+def _start(p, total, programs, first_64, second_64):
+    """First page of program p: those that fit on the chip at once take so many 64ths of all, as many more the next, and as many the rest.
 
     Few pages are shared out among the first ones.
     """
     wave = p // programs
     i = p - wave * programs
-    k1 = total * W1 // 64 // programs
-    k2 = total * W2 // 64 // programs
+    k1 = total * first_64 // 64 // programs
+    k2 = total * second_64 // 64 // programs
     if total <= programs * 6:
         k1 = 0
         k2 = 0
@@ -55,51 +72,16 @@ def _start(p, total, programs, W1: tl.constexpr, W2: tl.constexpr):
     return tl.where(wave == 0, i * k1, tl.where(wave == 1, programs * k1 + i * k2, tl.where(wave == 2, last, total)))
 
 
-@triton.jit
-def _p8(p_TX, X: tl.constexpr, TERM_LAST: tl.constexpr, PAD: tl.constexpr):
-    """FP32 p [128, X] as E4M3 [64, 2 X], columns (term, X) or (X, term), then as many zeros if PAD.
-
-    Twice: for the low plane of V (tokens 0..63) and for the high one, tokens in the order of `tau`.
-    """
-    # rows of the MMA that lie 8 apart are neighbours in the order of `tau`: side by side they leave as one 16-bit store
-    a, b = tl.split(tl.permute(tl.reshape(p_TX, (2, 4, 2, 8, X)), (0, 1, 3, 4, 2)))
-    p_IWGXH = tl.join(a, b)
-    if ASM:
-        # hi is FP16 rounded to four bits with integers: when it is made by conversion to FP8 and back, ptxas of CUDA 12.8 reads the
-        # register of the way back before it is written
-        hi, lo = tl.inline_asm_elementwise(
-            """{ .reg .b32 e, g;
-            cvt.rn.f16x2.f32 g, $3, $2; add.u32 e, g, 0x00400040; and.b32 e, e, 0xFF80FF80; sub.rn.f16x2 g, g, e;
-            cvt.rn.satfinite.e4m3x2.f16x2 $0, e; cvt.rn.satfinite.e4m3x2.f16x2 $1, g; }""",
-            "=h,=h,f,f", [p_IWGXH], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=2)
-        hi = hi.to(tl.float8e4nv, bitcast=True)
-        lo = lo.to(tl.float8e4nv, bitcast=True)
-    else:
-        hi = to_e4m3(p_IWGXH)
-        lo = to_e4m3(p_IWGXH - hi)
-    p8 = tl.permute(tl.join(hi, lo), (1, 2, 4, 3, 5, 0) if TERM_LAST else (1, 2, 4, 5, 3, 0))
-    Y: tl.constexpr = X * 2
-    p8 = tl.reshape(p8, (64, Y, 2))
-    if PAD:
-        p8 = tl.reshape(tl.permute(tl.join(p8, tl.zeros_like(p8)), (0, 3, 1, 2)), (64, 2 * Y, 2))
-    return tl.split(p8)
-
-
-@triton.jit
-def _pv(v_CB, p_lo, p_hi, C: tl.constexpr, X: tl.constexpr):
-    """Values of a page times p: [C, X]."""
-    return dot(hi_plane(v_CB), p_hi, dot(lo_plane(v_CB), p_lo, tl.zeros((C, X), tl.float32)))
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "first_64", "second_64"])
 def attend_pages(
     q_ptr, q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr,
-    recent_v_ptr, recent_first_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at, scale_log2,
+    recent_v_ptr, recent_first_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at, first_64, second_64,
+    scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
     KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
-    STAGES: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """Partial attention: the first B N programs take the FP16 tokens of an item each, the others shares of the flat list of pages.
 
@@ -108,8 +90,9 @@ def attend_pages(
     of each item it meets; `span` [item, 2] gets an item's first slot and the one after its last; the FP16 tokens' slots come behind all of
     these.
     """
-    # p of both 64-channel halves side by side as long as registers last
+    # p of both 64-channel halves side by side, and both planes of V at once, as long as registers last
     WIDE: tl.constexpr = 8 if D == 128 and OUT != 3 else 4
+    ONE: tl.constexpr = RP == 4 or D == 64
     KB: tl.constexpr = D // 2
     KG: tl.constexpr = D // 64
     QC: tl.constexpr = KC * RP * HL
@@ -133,11 +116,10 @@ def attend_pages(
     first_B, units_B, ends_B = _rows(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
     total = tl.max(ends_B, axis=0)
-    unit = _start(program, total, programs // 3, W1, W2)
-    end = _start(program + 1, total, programs // 3, W1, W2)
+    unit = _start(program, total, programs // 3, first_64, second_64)
+    end = _start(program + 1, total, programs // 3, first_64, second_64)
 
     r_R = tl.arange(0, RP)
-    j_K = tl.arange(0, KB)
     t_T = tl.arange(0, 128)
     b_X = tl.arange(0, 64)
     while unit < end:
@@ -167,12 +149,9 @@ def attend_pages(
             tl.store(span_ptr + item * 2 + 1, slot + 1)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        q8_at = q8_ptr + item * (4 // HL * QC * KB) + tl.arange(0, QC)[None, :] * KB + j_K[:, None]
-        ql_0 = tl.load(q8_at)
-        qh_0 = tl.load(q8_at + 2 // HL * QC * KB)
-        if HL == 1:
-            ql_1 = tl.load(q8_at + QC * KB)
-            qh_1 = tl.load(q8_at + 3 * QC * KB)
+        q8_at = q8_ptr + item * (4 // HL * QC * KB) + tl.arange(0, QC)[None, :] * (2 // HL * KB) + tl.arange(0, 2 // HL * KB)[:, None]
+        ql = tl.load(q8_at)
+        qh = tl.load(q8_at + 2 // HL * QC * KB)
         back = tl.load(qf_ptr + item * (1 + RP))
         if SOFTCAP > 0:
             mean_R = tl.load(qf_ptr + item * (1 + RP) + 1 + r_R)
@@ -215,11 +194,11 @@ def attend_pages(
             k_lo = lo_plane(k_TB)
             k_hi = hi_plane(k_TB)
             if HL == 2:
-                s_lo = tl.sum(tl.reshape(dot(k_lo, ql_0, tl.zeros((128, QC), tl.float32)), (128, KC, RP, 2)), axis=3)
-                s_hi = tl.sum(tl.reshape(dot(k_hi, qh_0, tl.zeros((128, QC), tl.float32)), (128, KC, RP, 2)), axis=3)
+                s_lo = tl.sum(tl.reshape(dot(k_lo, ql, tl.zeros((128, QC), tl.float32)), (128, KC, RP, 2)), axis=3)
+                s_hi = tl.sum(tl.reshape(dot(k_hi, qh, tl.zeros((128, QC), tl.float32)), (128, KC, RP, 2)), axis=3)
             else:
-                s_lo = tl.reshape(dot(k_lo, ql_0, dot(k_lo, ql_1, tl.zeros((128, QC), tl.float32))), (128, KC, RP))
-                s_hi = tl.reshape(dot(k_hi, qh_0, dot(k_hi, qh_1, tl.zeros((128, QC), tl.float32))), (128, KC, RP))
+                s_lo = tl.reshape(dot(twice(k_lo, KB), ql, tl.zeros((128, QC), tl.float32)), (128, KC, RP))
+                s_hi = tl.reshape(dot(twice(k_hi, KB), qh, tl.zeros((128, QC), tl.float32)), (128, KC, RP))
             if KC == 2:
                 s0, s2 = tl.split(tl.permute(s_lo, (0, 2, 1)))
                 s1, s3 = tl.split(tl.permute(s_hi, (0, 2, 1)))
@@ -282,26 +261,26 @@ def attend_pages(
                 if KG == 2:
                     p1_TR = p_TR * scale_of(vs_T, 1)[:, None]
                     p_TX = tl.reshape(tl.permute(tl.join(p0_TR, p1_TR), (0, 2, 1)), (128, RP * 2))
-                    pa, pb = _p8(p_TX, RP * 2, True, False)
+                    pa, pb = p8(p_TX, RP * 2, True, False, ONE)
                 else:
-                    pa, pb = _p8(p0_TR, 4, True, True)
+                    pa, pb = p8(p0_TR, 4, True, True, ONE)
                 v_CB = tl.load(base + V_AT + tl.arange(0, D)[:, None] * 64 + b_X[None, :])
                 alpha_X = tl.reshape(tl.broadcast_to(acc_R[None, :, None], (2, RP, 2)), (RP * 4,))
-                acc0 = acc0 * alpha_X[None, :] + _pv(v_CB, pa, pb, D, RP * 4)
+                acc0 = acc0 * alpha_X[None, :] + pv(v_CB, pa, pb, D, RP * 4, ONE)
             elif KG == 1:
-                pa, pb = _p8(p0_TR, RP, False, False)
+                pa, pb = p8(p0_TR, RP, False, False, ONE)
                 v_CB = tl.load(base + V_AT + b_X[:, None] * 64 + b_X[None, :])
                 alpha_X = tl.reshape(tl.broadcast_to(acc_R[None, :], (2, RP)), (RP * 2,))
-                acc0 = acc0 * alpha_X[None, :] + _pv(v_CB, pa, pb, 64, RP * 2)
+                acc0 = acc0 * alpha_X[None, :] + pv(v_CB, pa, pb, 64, RP * 2, ONE)
             else:
                 p1_TR = p_TR * scale_of(vs_T, 1)[:, None]
-                p0a, p0b = _p8(p0_TR, RP, False, False)
-                p1a, p1b = _p8(p1_TR, RP, False, False)
+                p0a, p0b = p8(p0_TR, RP, False, False, ONE)
+                p1a, p1b = p8(p1_TR, RP, False, False, ONE)
                 v0_CB = tl.load(base + V_AT + b_X[:, None] * 64 + b_X[None, :])
                 v1_CB = tl.load(base + V_AT + 4096 + b_X[:, None] * 64 + b_X[None, :])
                 alpha_X = tl.reshape(tl.broadcast_to(acc_R[None, :], (2, RP)), (RP * 2,))
-                acc0 = acc0 * alpha_X[None, :] + _pv(v0_CB, p0a, p0b, 64, RP * 2)
-                acc1 = acc1 * alpha_X[None, :] + _pv(v1_CB, p1a, p1b, 64, RP * 2)
+                acc0 = acc0 * alpha_X[None, :] + pv(v0_CB, p0a, p0b, 64, RP * 2, ONE)
+                acc1 = acc1 * alpha_X[None, :] + pv(v1_CB, p1a, p1b, 64, RP * 2, ONE)
 
         part = part_ptr + slot * R * D + r_R[None, :] * D
         on_R = (r_R < R)[None, :]
@@ -321,10 +300,10 @@ def attend_pages(
         tl.store(ml_ptr + (slot * R + r_R) * 2 + 1, tl.sum(tl.sum(l_WR, axis=0), axis=0), mask=r_R < R)
 
 
-PROGRAMS_PER_SM = 4
+# Query rows: programs on a multiprocessor at once, and the registers a thread may have for that.
+FIT = {4: (4, 128), 8: (4, 128)}
 W1, W2 = 44, 12  # 64ths of the pages that the first wave of programs takes, and the second; a third levels what is left
 STAGES = 3
-REGISTERS = 128  # for up to 8 rows: four programs of four warps fill a multiprocessor's register file
 PDL = True
 MAX_ROWS = 32  # query rows of one KV head in a launch; more queries take another pass over the pages
 
@@ -336,9 +315,9 @@ def serves(layout: PageLayout, group: int) -> bool:
             and f.v_group == 64 and layout.rope == 0 and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128))
 
 
-def programs_on(device: torch.device) -> int:
-    """Programs of one launch: all of them fit on the chip at once."""
-    return PROGRAMS_PER_SM * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+def programs_on(device: torch.device, rows: int) -> int:
+    """Programs for so many query rows that are on the chip at once."""
+    return FIT.get(rows, (4, 0))[0] * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
 
 
 def attend(
@@ -357,10 +336,7 @@ def attend(
     sinks, ring = sink_k.shape[2], max(recent_k.shape[2], 1)
     channels, k_mean, k_gain, _, v_gain, _ = book
     items, dev = B * N, q_BHTd.device
-    at_once = programs_on(dev)
-    # the FP16 tokens' programs start first and leave their places to the second wave
-    programs = 3 * max(at_once - items, at_once // 2, 1)
-    pdl = {"launch_pdl": True} if dev.type == "cuda" and PDL else {}
+    pdl = {"launch_pdl": True} if PDL and ASM.value else {}
     out = torch.empty(B, H, T_all, D, dtype=torch.float32, device=dev)
     lse = torch.empty(B, H, T_all, dtype=torch.float32, device=dev)
     step = max(1, MAX_ROWS // G)
@@ -370,6 +346,9 @@ def attend(
         q = q_BHTd[:, :, t_at : t_at + T].contiguous()
         R = G * T
         RP = max(4, triton.next_power_of_2(R))
+        at_once = programs_on(dev, RP)
+        # the FP16 tokens' programs start first and leave their places to the second wave
+        programs = 3 * max(at_once - items, at_once // 2, 1)
         # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
         HL = 2 if D // 64 * RP * 2 <= 16 else 1
         KC = 2 if RP == 4 else D // 64
@@ -383,11 +362,11 @@ def attend(
         prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **shape, PDL=bool(pdl), num_warps=4)
         attend_pages[(items + programs,)](
             q, q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml,
-            span, B, table_BP.shape[1], t_at, scale * LOG2E,
+            span, B, table_BP.shape[1], t_at, W1, W2, scale * LOG2E,
             BP=max(16, triton.next_power_of_2(B)), T=T, **shape, SINKS=sinks, RING=ring, SLIDING=sliding,
             PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"], VS_AT=at["v_scales"], KO_AT=at["k_outliers"],
-            TRAILER_AT=at["trailer"], STAGES=STAGES, W1=W1, W2=W2, PDL=bool(pdl), num_warps=4,
-            **({"maxnreg": REGISTERS} if RP <= 8 else {}), **pdl)
+            TRAILER_AT=at["trailer"], STAGES=STAGES, PDL=bool(pdl), num_warps=4,
+            **({"maxnreg": FIT[RP][1]} if RP in FIT else {}), **pdl)
         # enough programs to fill the chip, each with as many partial results in flight as an item has on average
         parts = min(D // 32, 1 << max(1, 2 * at_once // (items * R)).bit_length() - 1)
         combine[(items * R, parts)](

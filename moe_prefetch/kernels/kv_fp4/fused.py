@@ -63,6 +63,56 @@ def terms(x):
 
 
 @triton.jit
+def p8(p_TX, X: tl.constexpr, TERM_LAST: tl.constexpr, PAD: tl.constexpr, ONE: tl.constexpr):
+    """FP32 p [128, X] as E4M3 [128, 2 X], columns (term, X) or (X, term), then as many zeros if PAD.
+
+    Rows are the low plane of V (tokens 0..63) and the high one, tokens in the order of `tau`.
+    """
+    # rows of the MMA that lie 8 apart are neighbours in the order of `tau`: side by side they leave as one 16-bit store
+    a, b = tl.split(tl.permute(tl.reshape(p_TX, (2, 4, 2, 8, X)), (0, 1, 3, 4, 2)))
+    p_IWGXH = tl.join(a, b)
+    if ASM:
+        # hi is FP16 rounded to four bits with integers: when it is made by conversion to FP8 and back, ptxas of CUDA 12.8 reads the
+        # register of the way back before it is written
+        hi, lo = tl.inline_asm_elementwise(
+            """{ .reg .b32 e, g;
+            cvt.rn.f16x2.f32 g, $3, $2; add.u32 e, g, 0x00400040; and.b32 e, e, 0xFF80FF80; sub.rn.f16x2 g, g, e;
+            cvt.rn.satfinite.e4m3x2.f16x2 $0, e; cvt.rn.satfinite.e4m3x2.f16x2 $1, g; }""",
+            "=h,=h,f,f", [p_IWGXH], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=2)
+        hi = hi.to(tl.float8e4nv, bitcast=True)
+        lo = lo.to(tl.float8e4nv, bitcast=True)
+    else:
+        hi = to_e4m3(p_IWGXH)
+        lo = to_e4m3(p_IWGXH - hi)
+    both = tl.join(hi, lo)
+    if ONE:
+        lo = tl.reshape(tl.permute(both, (0, 1, 2, 4, 3, 5) if TERM_LAST else (0, 1, 2, 4, 5, 3)), (128, X * 2))
+        if PAD:
+            lo = tl.reshape(tl.permute(tl.join(lo, tl.zeros_like(lo)), (0, 2, 1)), (128, X * 4))
+        hi = lo
+    else:
+        lo, hi = tl.split(tl.reshape(tl.permute(both, (1, 2, 4, 3, 5, 0) if TERM_LAST else (1, 2, 4, 5, 3, 0)), (64, X * 2, 2)))
+    return lo, hi
+
+
+@triton.jit
+def twice(k_TB, KB: tl.constexpr):
+    """Side by side, to meet both terms of q in one MMA."""
+    return tl.reshape(tl.permute(tl.join(k_TB, k_TB), (0, 2, 1)), (128, 2 * KB))
+
+
+@triton.jit
+def pv(v_CB, p_lo, p_hi, C: tl.constexpr, X: tl.constexpr, ONE: tl.constexpr):
+    """Values of a page times p: [C, X]; both planes of V in one MMA if ONE, else one after the other, which takes fewer registers."""
+    if ONE:
+        v_CT = tl.reshape(tl.permute(tl.join(lo_plane(v_CB), hi_plane(v_CB)), (0, 2, 1)), (C, 128))
+        acc = dot(v_CT, p_lo, tl.zeros((C, X), tl.float32))
+    else:
+        acc = dot(hi_plane(v_CB), p_hi, dot(lo_plane(v_CB), p_lo, tl.zeros((C, X), tl.float32)))
+    return acc
+
+
+@triton.jit
 def exp2(x):
     if ASM:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

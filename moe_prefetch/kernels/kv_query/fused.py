@@ -17,8 +17,8 @@ def prepare(
 ):
     """One item. q [B, N, R, D] becomes, for scores in log2 units:
 
-    q8 [item, plane, term, column, D / 2] divided by the K gain, scaled to +-256, block diagonal over the scale blocks of a plane, in two
-       E4M3 terms; columns are (block, row), and where HL == 2 (block, row, term) in one operand
+    q8 [item, plane, block, row, term, D / 2] divided by the K gain, scaled to +-256, block diagonal over the scale blocks of a plane, in
+       two E4M3 terms: as columns of their own (HL == 2), or as more of K (HL == 1)
     qo more than 3 outliers: FP16 [item, term, XC, 16], columns of the outlier MMA; else FP32 [item, OUT, RP]
     qf FP32 [item, 1 + RP]: what a score of codes is to be multiplied with; q . K mean of each row if SOFTCAP
     """
@@ -40,7 +40,7 @@ def prepare(
     hi_KR = tl.load(q_at + at_KR + 32, mask=on_R, other=0).to(tl.float32)
     gain_at = k_gain_ptr + n * D + ch_K
     mean_at = k_mean_ptr + n * D + ch_K
-    if SOFTCAP:
+    if SOFTCAP > 0:
         mean_R = tl.sum(lo_KR * tl.load(mean_at)[:, None] + hi_KR * tl.load(mean_at + 32)[:, None], axis=0) * scale_log2
         tl.store(qf_ptr + item * (1 + RP) + 1 + r_R, mean_R)
     lo_KR = lo_KR * (1.0 / tl.load(gain_at))[:, None]
@@ -57,9 +57,9 @@ def prepare(
             x_KR = to_e4m3(t0_KR if term == 0 else t1_KR)
             for c in tl.static_range(KC):
                 mine_KR = tl.where((j_K // 32 == c)[:, None], x_KR.to(tl.float32), 0.0)
-                col_R = c * RP + r_R if HL == 1 else (c * RP + r_R) * 2 + term
-                base = q8_ptr + (item * 2 + plane) * (2 // HL) * QC * KB + (term * QC * KB if HL == 1 else 0)
-                tl.store(base + col_R[None, :] * KB + j_K[:, None], to_e4m3(mine_KR).to(q8_ptr.dtype.element_ty))
+                base = q8_ptr + (item * 2 + plane) * (2 // HL) * QC * KB + term * KB
+                col_R = base + (c * RP + r_R) * (2 * KB)
+                tl.store(col_R[None, :] + j_K[:, None], to_e4m3(mine_KR).to(q8_ptr.dtype.element_ty))
     if OUT > 3:
         k_O = tl.arange(0, 16)
         x_X = tl.arange(0, XC)
