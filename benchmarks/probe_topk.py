@@ -27,40 +27,42 @@ D, E, R, K, TAPS = 2048, 128, 64, 8, 96
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-4}
 
 
-def weights(dtype: torch.dtype, targets: int) -> TapWeights:
+def weights(dtype: torch.dtype, targets: int, past: bool = False) -> TapWeights:
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda")
 
-    return TapWeights((rand(targets, E + R, D) / D**0.5).to(dtype), rand(targets, R), rand(targets, E, R) / 8, rand(targets, E) / 4,
+    past = (rand(targets, R, D) / D**0.5).to(dtype) if past else None
+    return TapWeights((rand(targets, E + R, D) / D**0.5).to(dtype), past, rand(targets, R), rand(targets, E, R) / 8, rand(targets, E) / 4,
                       torch.zeros(targets, E, device="cuda"), torch.full((targets,), 2.0, device="cuda"), K, 32, 1e-6)
 
 
-def call(x: torch.Tensor, w: TapWeights, counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return fused.launch(x, w.weight_HND, w.shift_HR, w.up_HER, w.out_HE, w.bias_HE, w.sharp_H, K, w.linear, w.norm_eps, False, counters)
+def call(x: torch.Tensor, w: TapWeights, counters: torch.Tensor, past: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return fused.launch(x, past, w.weight_HND, w.past_HRD, w.shift_HR, w.up_HER, w.out_HE, w.bias_HE, w.sharp_H, K, w.linear, w.norm_eps,
+                        False, counters)
 
 
-def wrong(x: torch.Tensor, w: TapWeights) -> tuple[int, int]:
+def wrong(x: torch.Tensor, w: TapWeights, past: torch.Tensor | None = None) -> tuple[int, int]:
     """(ids that differ from the law although its margin says they may not, ids compared)."""
-    ids, prob = call(x, w, counters_for(x.shape[0], w.out_HE.shape[0], "cuda"))
-    want, want_prob = probe_topk_naive(x, w.weight_HND, w.shift_HR, w.up_HER, w.out_HE, w.bias_HE, w.sharp_H, K, w.linear, w.norm_eps,
-                                       False, 1, 1)
-    z = tap_logits(x, w.weight_HND, w.shift_HR, w.up_HER, w.out_HE, w.linear, w.norm_eps)
+    ids, prob = call(x, w, counters_for(x.shape[0], w.out_HE.shape[0], "cuda"), past)
+    want, want_prob = probe_topk_naive(x, past, w.weight_HND, w.past_HRD, w.shift_HR, w.up_HER, w.out_HE, w.bias_HE, w.sharp_H, K,
+                                       w.linear, w.norm_eps, False, 1, 1)
+    z = tap_logits(x, past, w.weight_HND, w.past_HRD, w.shift_HR, w.up_HER, w.out_HE, w.linear, w.norm_eps)
     gap = (z.gather(2, ids.long()) - z.gather(2, want.long())).abs()
     bad = int(((ids != want) & (gap > ROUNDING[x.dtype])).sum()) + int(((prob - want_prob).abs() > 65536 * ROUNDING[x.dtype]).sum())
     return bad, ids.numel()
 
 
-def graph_us(x: torch.Tensor, taps: list[TapWeights]) -> float:
+def graph_us(x: torch.Tensor, taps: list[TapWeights], past: torch.Tensor | None = None) -> float:
     counters = [counters_for(x.shape[0], w.out_HE.shape[0], "cuda") for w in taps]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for w, c in zip(taps, counters):
-            call(x, w, c)
+            call(x, w, c, past)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for w, c in zip(taps, counters):
-            call(x, w, c)
+            call(x, w, c, past)
     times = []
     for _ in range(30):
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
