@@ -47,6 +47,7 @@ def _rank(rank: int, world: int, port: int, names: list[str], folder: Path) -> N
 
 
 def _group(world: int, names: list[str], folder: Path) -> None:
+    deaths = 0
     while names:
         try:
             mp.start_processes(_rank, args=(world, _free_port(), names, folder), nprocs=world, start_method="fork")
@@ -54,7 +55,13 @@ def _group(world: int, names: list[str], folder: Path) -> None:
         except Exception as error:
             failed = [i for i, n in enumerate(names) if list(folder.glob(f"{n}.*.error"))]
             if not failed:
-                raise
+                # A rank ended from outside (memory, a signal) says nothing of the cases: what is left gets one more chance, aloud.
+                deaths += 1
+                if deaths > 1:
+                    raise
+                names = [n for n in names if len(list(folder.glob(f"{n}.*.json"))) < world]
+                print(f"a rank died: {error}; again from {names[0]}", file=sys.stderr)
+                continue
             print(f"{names[failed[-1]]} failed: {error}".splitlines()[0], file=sys.stderr)
             names = names[failed[-1] + 1 :]
 
