@@ -9,8 +9,6 @@ import os
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -31,18 +29,12 @@ class Chip:
         return 0
 
 
-@contextmanager
-def compiled() -> Iterator[list[Any]]:
-    """Within, launches compile and do nothing else; yields the list that their kernels are put into. Not under the interpreter."""
+def compile_only() -> list[Any]:
+    """From now on launches in this process compile and do nothing else; their kernels are put into the list. Not under the interpreter."""
     kernels: list[Any] = []
-    was, launch = driver.active, JITFunction.__getitem__
     driver.set_active(Chip())
     JITFunction.__getitem__ = lambda self, grid: lambda *a, **k: kernels.append(self.warmup(*a, grid=grid, **k))
-    try:
-        yield kernels
-    finally:
-        JITFunction.__getitem__ = launch
-        driver.set_active(was)
+    return kernels
 
 
 # name: batch, KV heads, query heads of each, head dim, tokens, outliers, soft cap
@@ -65,29 +57,30 @@ def main() -> None:
     from moe_prefetch.kv.format import PAGE, PageLayout, format_of
 
     fused.programs_on = lambda device, rows: 528
+    kernels = compile_only()
     for name in sys.argv[1:] or SHAPES:
         B, N, G, D, tokens, outliers, softcap = SHAPES[name]
         layout = PageLayout(format_of("fp4-quality"), D, D, outliers)
         i32 = lambda *shape: torch.zeros(*shape, dtype=torch.int32)  # noqa: E731
         half = lambda n, B=B, N=N, D=D: torch.zeros(B, N, n, D, dtype=torch.float16)  # noqa: E731
-        with compiled() as kernels:
-            fused.attend(
-                torch.zeros(B, N * G, 1, D, dtype=torch.bfloat16),
-                i32(B),
-                torch.zeros(1, N, layout.page_bytes, dtype=torch.uint8),
-                i32(B, -(-tokens // PAGE)),
-                i32(B),
-                i32(B),
-                half(4),
-                half(4),
-                half(65),
-                half(65),
-                i32(B),
-                neutral_book(layout, N),
-                layout,
-                scale=D**-0.5,
-                softcap=softcap,
-            )
+        kernels.clear()
+        fused.attend(
+            torch.zeros(B, N * G, 1, D, dtype=torch.bfloat16),
+            i32(B),
+            torch.zeros(1, N, layout.page_bytes, dtype=torch.uint8),
+            i32(B, -(-tokens // PAGE)),
+            i32(B),
+            i32(B),
+            half(4),
+            half(4),
+            half(65),
+            half(65),
+            i32(B),
+            neutral_book(layout, N),
+            layout,
+            scale=D**-0.5,
+            softcap=softcap,
+        )
         print(name, *(k.metadata.name for k in kernels), flush=True)
 
 
