@@ -53,23 +53,21 @@ def _rows(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _start(p, total, programs, first_64, second_64):
-    """First page of program p: those that fit on the chip at once take so many 64ths of all, as many more the next, and as many the rest.
+def _start(p, total, programs, few, first_64, second_64):
+    """First page of program p: those that fit on the chip at once take so many 64ths of all, as many more the next, as many the rest.
 
-    Few pages are shared out among the first ones.
+    Where that is few pages each, `few` programs share all.
     """
     wave = p // programs
     i = p - wave * programs
     k1 = total * first_64 // 64 // programs
     k2 = total * second_64 // 64 // programs
-    if total <= programs * 6:
-        k1 = 0
-        k2 = 0
-        wave = tl.where(wave == 0, 2, 3)
     rest = total - programs * (k1 + k2)
     share = rest // programs
-    last = programs * (k1 + k2) + i * share + tl.minimum(i, rest - share * programs)
-    return tl.where(wave == 0, i * k1, tl.where(wave == 1, programs * k1 + i * k2, tl.where(wave == 2, last, total)))
+    at = programs * (k1 + k2) + i * share + tl.minimum(i, rest - share * programs)
+    at = tl.where(wave == 0, i * k1, tl.where(wave == 1, programs * k1 + i * k2, tl.where(wave == 2, at, total)))
+    share = total // few
+    return tl.where(total > programs * 6, at, tl.minimum(p * share + tl.minimum(p, total - share * few), total))
 
 
 @triton.jit(do_not_specialize=["table_width", "first_64", "second_64"])
@@ -116,8 +114,11 @@ def attend_pages(
     first_B, units_B, ends_B = _rows(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
     total = tl.max(ends_B, axis=0)
-    unit = _start(program, total, programs // 3, first_64, second_64)
-    end = _start(program + 1, total, programs // 3, first_64, second_64)
+    # the FP16 tokens' programs start first: of few pages no program should have to wait for their places
+    at_once = programs // 3
+    few = tl.maximum(at_once - items, (at_once + 1) // 2)
+    unit = _start(program, total, at_once, few, first_64, second_64)
+    end = _start(program + 1, total, at_once, few, first_64, second_64)
 
     r_R = tl.arange(0, RP)
     t_T = tl.arange(0, 128)
@@ -347,8 +348,7 @@ def attend(
         R = G * T
         RP = max(4, triton.next_power_of_2(R))
         at_once = programs_on(dev, RP)
-        # the FP16 tokens' programs start first and leave their places to the second wave
-        programs = 3 * max(at_once - items, at_once // 2, 1)
+        programs = 3 * at_once
         # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
         HL = 2 if D // 64 * RP * 2 <= 16 else 1
         KC = 2 if RP == 4 else D // 64
