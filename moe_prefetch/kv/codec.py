@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, write_json
 from ..errors import ArtefactError, ShapeError
-from ..kernels.kv_encode.records import Book, neutral_book
+from ..kernels.kv_encode.records import Book, book_shares, neutral_book
 from ..runtime import REAL, Runtime
 from .format import PageLayout
 from .outliers import Choice, LayerStats, Policy, choose
@@ -120,6 +120,7 @@ def book_of(choice: Choice, layout: PageLayout, device: torch.device | str = "cp
             do="calibrate the model that is being run",
         )
     k_mean, k_gain, k_weight, v_gain, v_weight = rows
+    k_weight, v_weight = book_shares(k_weight, v_weight, layout)
     return channels, k_mean, k_gain, k_weight, v_gain, v_weight
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..errors import ConfigError, ShapeError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 PAGE = 128  # tokens of one KV head in a page
 GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
 MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
@@ -34,7 +34,8 @@ class KVFormat:
     scale      none | e4m3 (times the page's FP32 factor) | e8m0 (factor 1)
     order      planes: permuted bytes for the decode kernel, V channel-major | linear: channel 2j low nibble, 2j+1 high, both token-major
     v_axis     token: a V scale serves `v_group` channels of one token | channel: it serves `v_group` tokens of one channel
-    divisors   scale candidates: scale = amax / divisor, the one of least weighted error wins (first on a tie)
+    search     the scale of least weighted error among eight, and ties away from zero; else amax / 6 (e8m0: 2^(floor(log2 amax) - 2)) and
+               ties to even
     max_bits   outlier channels are granted while bits per element at 32k stay within this (None: none are)
     max_share  and while the FP16 share of K and V elements stays within this
     """
@@ -46,7 +47,7 @@ class KVFormat:
     order: Literal["planes", "linear"] = "planes"
     v_axis: Literal["token", "channel"] = "token"
     v_group: int = 32
-    divisors: tuple[float, ...] = (6.0,)
+    search: bool = False
     max_bits: float | None = None
     max_share: float = 0.05
 
@@ -56,17 +57,16 @@ class KVFormat:
         return self.v_group if self.v_axis == "channel" else 1
 
 
-SEARCH = (6.0, 4.0, 4.5, 5.0, 5.5, 6.5, 7.0, 8.0)
 FORMATS: dict[str, KVFormat] = {
     f.name: f
     for f in (
         KVFormat("fp16", "fp16", block=0, scale="none", order="linear"),
         KVFormat("fp8", "fp8", block=-1, scale="e8m0", v_group=-1),
-        KVFormat("fp4-72", "fp4", v_group=64, divisors=SEARCH, max_bits=4.48),
-        KVFormat("fp4-quality", "fp4", v_group=64, divisors=SEARCH, max_bits=4.85),
+        KVFormat("fp4-72", "fp4", v_group=64, search=True, max_bits=4.48),
+        KVFormat("fp4-quality", "fp4", v_group=64, search=True, max_bits=4.85),
         # V scales over 64 tokens of a channel: an alternative for kernels with many query heads per KV head; measured worse per bit.
-        KVFormat("fp4-72-c64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.48),
-        KVFormat("fp4-quality-c64", "fp4", v_axis="channel", v_group=64, divisors=SEARCH, max_bits=4.85),
+        KVFormat("fp4-72-c64", "fp4", v_axis="channel", v_group=64, search=True, max_bits=4.48),
+        KVFormat("fp4-quality-c64", "fp4", v_axis="channel", v_group=64, search=True, max_bits=4.85),
         KVFormat("nvfp4", "fp4", block=16, v_group=16, order="linear"),
         KVFormat("mxfp4", "fp4", scale="e8m0", order="linear"),
     )

@@ -7,9 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from moe_prefetch.kernels.kv_encode import fused
-from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.fused_elements import _byte, _codes, _scales, table_on
+from moe_prefetch.kernels.kv_encode.naive import empty_pages, fp4_blocks
+from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for, shares
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +24,8 @@ def book_of(layout: PageLayout, heads: int) -> Book:
     channels = torch.stack([torch.randperm(d)[: layout.outliers].sort().values for _ in range(heads)]).to(torch.int32)
     if layout.outliers > 2:
         channels[0, -1] = -1
-    return tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, d), rand(), rand(), rand(), rand()))
+    k_weight, v_weight = book_shares(rand(), rand(), layout)
+    return tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, d), rand(), k_weight, rand(), v_weight))
 
 
 def tokens(n: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,7 +41,7 @@ def tokens(n: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     [
         ("fp4-quality", 128, 8, [1] * 4, torch.bfloat16),
         ("fp4-72", 64, 1, [126, 1, 1, 1], torch.float16),
-        ("fp4-quality", 128, 8, [20, 1, 60, 90], torch.bfloat16),
+        ("fp4-quality", 128, 8, [20, 110], torch.bfloat16),
         ("fp4-72", 64, 0, [63, 66], torch.float32),
         ("fp4-quality", 64, 16, [129], torch.bfloat16),
     ],
@@ -57,6 +62,36 @@ def test_bytes_equal_the_law(name: str, dim: int, outliers: int, chunks: list[in
         at += n
         parts = {part: int((law != ours)[..., a : a + size].sum()) for part, (a, size) in layout.offsets.items()}
         assert torch.equal(law, ours), f"bytes that differ: {parts}"
+
+
+@triton.jit
+def blocks(x_ptr, w_ptr, byte_ptr, scale_ptr, table_ptr, X: tl.constexpr, BLOCK: tl.constexpr):
+    at = (tl.program_id(0) * X + tl.arange(0, X))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + at)
+    scale, inverse = _scales((x,), (tl.load(w_ptr + at),), table_ptr, 0, False)
+    code = _codes(x, inverse)
+    tl.store(byte_ptr + at, _byte(code, code))
+    tl.store(scale_ptr + tl.program_id(0) * X + tl.arange(0, X), scale)
+
+
+@pytest.mark.parametrize(("block", "count"), [(32, 1 << 16), (64, 1 << 15)])
+def test_scales_and_codes_of_random_blocks_equal_the_law(block: int, count: int) -> None:
+    """10^5 blocks of every loudness, from below the smallest scale up, with ties, zeros and one-number blocks among them."""
+    x = torch.randn(count, block) * torch.exp2(torch.randint(-110, 17, (count, 1)).float())
+    x[::3] = x[::3].bfloat16().float()
+    # multiples of a quarter of a scale: many ties
+    x[1::3] = (x[1::3] / x[1::3].abs().amax(-1, keepdim=True) * 24).round() * torch.exp2(torch.randint(-40, 10, (len(x[1::3]), 1)).float())
+    x[::97] *= torch.rand(len(x[::97]), block) < 0.1
+    w = shares(torch.rand(count, block) ** 3 + 0.01, block)
+    x, w = x.to(DEVICE), w.to(DEVICE)
+    byte = torch.empty(count, block, dtype=torch.uint8, device=DEVICE)
+    scale = torch.empty(count, device=DEVICE)
+    rows = 1024
+    blocks[(count // rows,)](x, w.to(torch.int32), byte, scale, table_on(x.device), X=rows, BLOCK=block, enable_fp_fusion=False)
+    code, want = fp4_blocks(x, w, block, FORMATS["fp4-72"])
+    assert torch.equal(scale, want[..., 0])
+    assert torch.equal((byte >> 7 << 3) | (byte >> 1 & 7), code)
+    assert torch.equal((byte & 1) << 3 | (byte >> 4 & 7), code)
 
 
 def test_no_runs_write_nothing() -> None:

@@ -1,11 +1,12 @@
-"""The law of page bytes: FP32, readable, bit for bit what any fused encoder must write. docs/kv.md tells it in words.
+"""The law of page bytes, readable, bit for bit what any fused encoder must write. docs/kv.md tells it in words.
 
-Rounding and scale choice use products that are exact in FP32 and no division, so that every device gives the same bytes.
+Scales are chosen with integers and codes rounded with single IEEE operations, so that every device gives the same bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -16,8 +17,8 @@ TINY = 2.0**-100  # a block below this is zero
 ZERO_SCALE = 2.0**-108
 EMPTY = -110  # factor exponent of a page without tokens
 TOP = 7  # the largest scale of a page lies in [2^TOP, 2^(TOP+1))
-# |x| in half units for each midpoint passed: 0 .5 1 1.5 2 3 4 6 -> steps of 1 1 1 1 2 2 4 halves
-_STEPS = tuple(round(2 * (b - a)) for a, b in zip(E2M1[:-1], E2M1[1:], strict=True))
+BINS, WINDOWS, CANDIDATES = 64, 4, 8  # of `error_table`
+SHARES = 256  # the integer weights of a block add up to at most this
 
 
 @dataclass
@@ -81,60 +82,84 @@ def scale_values(code: torch.Tensor, fmt: KVFormat) -> torch.Tensor:
 
 
 # blocks ----------------------------------------------------------------------------------------------------------------
-def _tree_sum(x: torch.Tensor) -> torch.Tensor:
-    n = 1 << (x.shape[-1] - 1).bit_length()
-    x = torch.nn.functional.pad(x, (0, n - x.shape[-1]))
-    while x.shape[-1] > 1:
-        x = x[..., 0::2] + x[..., 1::2]
-    return x[..., 0]
+@cache
+def error_table() -> torch.Tensor:
+    """int32 [WINDOWS, BINS, CANDIDATES], 0..255: how badly each of eight scales serves a magnitude.
+
+    For a block with amax in 2^e [1 + w/4, 1 + (w+1)/4) the candidates are the eight scales of four significant bits from
+    2^(e-6) (10 + 2w) on: amax / 8 to amax / 3.6. Bin b stands for magnitudes in 2^(e-5) [b, b+1); an entry is their mean squared distance
+    from the nearest E2M1 value times the scale, in units of (first scale x last scale) / 128, cut at 255. All integers.
+    """
+    sub = 32
+    u = torch.arange(BINS * sub, dtype=torch.int64) * 2 + 1  # in units of 2^(e-11)
+    table = []
+    for w in range(WINDOWS):
+        i = torch.arange(2 * w + 2, 2 * w + 2 + CANDIDATES)
+        scale = (8 + i % 8) * 2 ** (i // 8) * 32
+        levels = scale[:, None] * torch.tensor([round(2 * x) for x in E2M1]) // 2
+        miss = (u[:, None, None] - levels).abs().amin(-1).square()
+        total, unit = miss.view(BINS, sub, CANDIDATES).sum(1), sub * int(scale[0]) * int(scale[-1])
+        table.append(((2 * 128 * total + unit) // (2 * unit)).clamp(max=255))
+    return torch.stack(table).to(torch.int32)
 
 
-def _halves(mag: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 magnitude of mag / scale in units of a half (uint8), ties to the even code."""
-    out = torch.zeros(mag.shape, dtype=torch.uint8, device=mag.device)
-    for i, (mid, step) in enumerate(zip(E2M1_MIDPOINTS, _STEPS, strict=True)):
+def _chosen_scale(mag: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The candidate of least weighted error for blocks mag [..., block]; the first on a tie."""
+    bits = mag.amax(-1).clamp(min=TINY).view(torch.int32)
+    e, window = (bits >> 23) - 127, (bits >> 21) & 3
+    table = error_table().to(mag.device).long()
+    pairs = table[..., 0::2] | table[..., 1::2] << 16
+    bins = (mag * pow2(BINS.bit_length() - 2 - e)[..., None]).to(torch.int64)
+    # Two sums share a word, as in a kernel: with weights of more than SHARES together they run into each other, everywhere alike.
+    total = (pairs[window[..., None], bins] * weight.to(torch.int64)[..., None]).sum(-2) & 0xFFFFFFFF
+    best = torch.stack([total & 0xFFFF, total >> 16], -1).flatten(-2).argmin(-1).to(torch.int32)
+    return (((e + 124) << 23) + ((best + 2 * window + 2) << 20)).view(torch.float32)
+
+
+def _rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes of FP32 x / scale, ties away from zero; a zero keeps its sign. scale 0: only signs.
+
+    With y = |x| / scale, max(2 + 2y, 4y) has its exponent and first significand bit where E2M1 has them, subnormals included.
+    """
+    v = (x * torch.where(scale > 0, 4.0 / scale, 0.0)).half()
+    z = torch.maximum(v.abs() * 0.5 + 2.0, v.abs()).clamp(max=24.0)
+    code = (z.view(torch.int16) + 0x100 >> 9) & 7
+    return (code | (v.view(torch.int16) >> 12) & 8).to(torch.uint8)
+
+
+def _nearest(mag: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """E2M1 magnitude codes of mag / scale, ties to the even code; all products are exact."""
+    code = torch.zeros(mag.shape, dtype=torch.uint8, device=mag.device)
+    for i, mid in enumerate(E2M1_MIDPOINTS):
         edge = scale * mid
-        out += (mag > edge if i % 2 == 0 else mag >= edge).to(torch.uint8) * step
-    return out
+        code += (mag > edge if i % 2 == 0 else mag >= edge).to(torch.uint8)
+    return code
 
 
 def fp4_blocks(x: torch.Tensor, weight: torch.Tensor, block: int, fmt: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise FP32 x[..., n] in blocks along the last axis: (codes uint8 [..., n], scales FP32 [..., ceil(n / block)]).
 
-    `weight` (broadcastable to x) weighs the squared error by which the scale is chosen.
+    `weight` (broadcastable to x; integers of at most SHARES together in a block, see `records.shares`) weighs the squared error by which
+    formats with `search` choose a scale.
     """
     n = x.shape[-1]
     pad = -n % block
     x = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (-1, block))
-    w = torch.nn.functional.pad(weight.expand(*x.shape[:-2], n), (0, pad)).unflatten(-1, (-1, block)) if len(fmt.divisors) > 1 else x
     mag = x.abs()
     amax = mag.amax(-1)
     zero = amax < TINY
-    if fmt.scale == "e8m0":
-        scale = pow2((exponent(amax.clamp(min=TINY)) - 2).clamp(-126, 127))
-        halves = _halves(mag, scale[..., None])
+    if fmt.search:
+        w = torch.nn.functional.pad(weight.expand(*x.shape[:-2], n), (0, pad)).unflatten(-1, (-1, block))
+        scale = _chosen_scale(mag, w)
+        code = _rounded(x, scale.masked_fill(zero, 0.0)[..., None])
     else:
-        scale = halves = error = None
-        for divisor in fmt.divisors:
-            s = round_significand(amax * torch.tensor(1 / divisor, dtype=torch.float32, device=x.device))
-            h = _halves(mag, s[..., None])
-            if len(fmt.divisors) == 1:
-                scale, halves = s, h
-                break
-            miss = h.float() * (s * 0.5)[..., None] - mag
-            e = _tree_sum(miss * w * miss)
-            if error is None:
-                scale, halves, error = s, h, e
-            else:
-                better = e < error
-                scale, error = torch.where(better, s, scale), torch.where(better, e, error)
-                halves = torch.where(better[..., None], h, halves)
-    halves = halves.masked_fill(zero[..., None], 0)
-    scale = scale.masked_fill(zero, ZERO_SCALE)
-    # halves 0 1 2 3 4 6 8 12 -> codes 0..7
-    code = torch.where(halves <= 4, halves, torch.where(halves == 6, 5, torch.where(halves == 8, 6, 7))).to(torch.uint8)
-    code += ((x < 0) & (code > 0)).to(torch.uint8) * 8
-    return code.flatten(-2)[..., :n], scale
+        if fmt.scale == "e8m0":
+            scale = pow2((exponent(amax.clamp(min=TINY)) - 2).clamp(-126, 127))
+        else:
+            scale = round_significand(amax * torch.tensor(1 / 6, dtype=torch.float32, device=x.device))
+        code = _nearest(mag, scale[..., None]).masked_fill(zero[..., None], 0)
+        code += ((x < 0) & (code > 0)).to(torch.uint8) * 8
+    return code.flatten(-2)[..., :n], scale.masked_fill(zero, ZERO_SCALE)
 
 
 def fp4_values(code: torch.Tensor) -> torch.Tensor:

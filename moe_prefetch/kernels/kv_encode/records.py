@@ -7,7 +7,7 @@ import torch
 from ...kv.format import PAGE, PageLayout
 from . import naive as law
 
-# channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32
+# channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as `shares` makes them
 Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -45,7 +45,7 @@ def encode_naive(
         used = (channels >= 0).expand_as(at)
         outlier = k.gather(-1, at).masked_fill(~used, 0.0)
         slots = torch.zeros(k.shape, dtype=torch.bool, device=k.device).scatter(-1, at, used)
-        k_code, k_scale = law.fp4_blocks((k * k_gain).masked_fill(slots, 0.0), k_weight, fmt.block, fmt)
+        k_code, k_scale = law.fp4_blocks(k * k_gain.masked_fill(slots, 0.0), k_weight, fmt.block, fmt)
         v = v * v_gain
         if not layout.v_dim:
             v_code, v_scale = v.to(torch.uint8), None
@@ -141,13 +141,31 @@ def _spread(scales: torch.Tensor, factor: torch.Tensor, dim: int, block: int, la
     return s.repeat_interleave(block, -1)[..., :dim]
 
 
+def shares(weight_Nd: torch.Tensor, block: int) -> torch.Tensor:
+    """Positive weights as FP32 integers, at least 1 and at most `law.SHARES` together in each `block` channels of a head."""
+    n = weight_Nd.shape[-1]
+    w = torch.nn.functional.pad(weight_Nd.double(), (0, -n % block)).unflatten(-1, (-1, block))
+    out = 1 + torch.floor(w / w.sum(-1, keepdim=True) * (law.SHARES - block))
+    return out.flatten(-2)[..., :n].float()
+
+
+def book_shares(k_weight: torch.Tensor, v_weight: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both weights of a book in the blocks of its layout. Channels that share no scale have equal weights."""
+    fmt = layout.format
+    if not fmt.search:
+        return k_weight, v_weight
+    by_token = fmt.v_axis == "token"
+    return shares(k_weight, fmt.block), shares(v_weight if by_token else torch.ones_like(v_weight), fmt.v_group)
+
+
 def neutral_book(layout: PageLayout, heads: int, device: torch.device | str = "cpu") -> Book:
     """No outliers chosen, means 0, gains and weights 1."""
     zeros = lambda d: torch.zeros(heads, d, device=device)  # noqa: E731
     ones = lambda d: torch.ones(heads, d, device=device)  # noqa: E731
     channels = torch.full((heads, layout.outliers), -1, dtype=torch.int32, device=device)
     k, v = layout.k_dim, layout.v_dim
-    return channels, zeros(k), ones(k), ones(k), ones(v), ones(v)
+    k_weight, v_weight = book_shares(ones(k), ones(v), layout)
+    return channels, zeros(k), ones(k), k_weight, ones(v), v_weight
 
 
 def tokens_in(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
