@@ -129,7 +129,7 @@ class TransformersModel:
     def _gate(self, block: nn.Module) -> GateSpec:
         gate, norm = block.mlp.gate, block.post_attention_layernorm
         return GateSpec(weight_ED=gate.weight.detach(), norm_D=norm.weight.detach(), norm_eps=norm.variance_epsilon, top_k=gate.top_k,
-                        kind=FAMILIES[self.family])
+                        kind=FAMILIES[self.family], shared=hasattr(block.mlp, "shared_expert"))
 
     # experts' memory ------------------------------------------------------------------------------------------------
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
@@ -216,13 +216,35 @@ class TransformersModel:
 
             return hook
 
+        def tap_shared(layer: int, norm: nn.Module, mlp: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
+            before = threading.local()
+
+            def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if module is norm:
+                    before.hidden = args[0] if args else kwargs["hidden_states"]
+
+            def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+                # Without the norm's input the block was called alone, outside a pass.
+                if module is mlp.shared_expert and (hidden := before.__dict__.pop("hidden", None)) is not None:
+                    hidden = hidden.detach()
+                    # By its weight: calling the module would call its hooks, and the model is about to.
+                    share = torch.sigmoid(nn.functional.linear(args[0].detach(), mlp.shared_expert_gate.weight))
+                    taps.moe_input(layer, hidden.reshape(-1, hidden.shape[-1]) + share * output.detach())
+
+            return keep, hook
+
         # First of all, so that `end` never answers for a call that another hook refused.
         handles.append(self.base.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
         handles.append(self.base.register_forward_hook(end, always_call=True))
         for layer, block in enumerate(self.blocks):
             norm = block.post_attention_layernorm
             handles.append(block.register_forward_pre_hook(tap(taps.residual, layer, block), with_kwargs=True))
-            handles.append(norm.register_forward_pre_hook(tap(taps.moe_input, layer, norm), with_kwargs=True))
+            if not self.gates[layer].shared:
+                handles.append(norm.register_forward_pre_hook(tap(taps.moe_input, layer, norm), with_kwargs=True))
+                continue
+            keep, hook = tap_shared(layer, norm, block.mlp)
+            handles.append(norm.register_forward_pre_hook(keep, with_kwargs=True))
+            handles.append(block.mlp.shared_expert.register_forward_hook(hook))
 
     def _with_cache(self, kwargs: dict[str, Any], kv: KVConfig) -> dict[str, Any]:
         """Give an empty DynamicCache our layers, in place (the caller keeps its object); make a cache where the model would make one."""

@@ -144,6 +144,7 @@ def fit(
     traces: Annotated[list[Path] | None, typer.Option("--trace", help="Trace folder, one a domain; may be given several times.")] = None,
     held_out: Annotated[list[Path] | None, typer.Option(help="Trace that is only judged on. Default: the end of every trace.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Record a little of Python's documentation and fit on it, in minutes.")] = False,
+    past: Annotated[bool, typer.Option("--past", help="Horizon 0 also sees the tokens before: better there, twice its size.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write a probe that is below the stale gate on a held-out domain, too.")] = False,
 ) -> None:
     """Fit routing probes and write them with a card of figures. Refuses one that is worse than the unfitted gate on any held-out domain."""
@@ -152,7 +153,7 @@ def fit(
     with _errors():
         with _progress() as progress:
             stage = ["starting"]
-            jobs.run_fit(model, folder, traces=traces or (), held_out=held_out or (), quick=quick, force=force,
+            jobs.run_fit(model, folder, traces=traces or (), held_out=held_out or (), quick=quick, past=past, force=force,
                          stage=lambda text: stage.__setitem__(0, text), progress=lambda done, total: progress(stage[0], done, total))
         out.print((folder / "README.md").read_text(), markup=False, highlight=False)
         out.print(f"probe: {folder}   (probe: {{path: {folder}}} in a config)", markup=False, highlight=False)
@@ -208,6 +209,25 @@ def bench_kv_quality(
         if rows:
             append_rows(rows, "kv-quality", job.rows_of(wanted, kept), machine=machine_name(device), commit=commit, checked=job.CHECKED)
     out.print(f"report: {folder / 'report.md'}", highlight=False)
+
+
+@bench.command("kv-attend", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench_kv_attend(
+    context: typer.Context,
+    file: Annotated[Path, typer.Option("--out", help="CSV of rows, as in benchmarks/results.")],
+    cases: Annotated[str, typer.Option(help="Regular expression over names such as b8_g4_d128_t32768_o8.")] = ".",
+    kinds: Annotated[str, typer.Option(help="o8: 8 outlier channels, o0: none, f72: what fp4-72 grants.")] = "o8,f72,o0",
+    commit: Annotated[str, typer.Option(help="Commit to name in the rows.")] = "unknown",
+) -> None:
+    """Decode attention over FP4 pages beside PyTorch's fastest in FP16: microseconds, bytes, error. Needs a GPU. Results: docs/kernels.md."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("these figures need a GPU")
+    from .bench import kv_attend as job
+
+    argv = ["--out", str(file), "--cases", cases, "--kinds", kinds, "--commit", commit, *context.args]
+    raise typer.Exit(job.main(argv, say=lambda *text, **_: out.print(*text, markup=False, highlight=False)))
 
 
 def main() -> None:

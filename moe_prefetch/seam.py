@@ -30,7 +30,8 @@ class Taps(Protocol):
         """The residual stream that enters the decoder layer of MoE layer `layer`."""
 
     def moe_input(self, layer: int, hidden_TD: torch.Tensor) -> None:
-        """The residual stream after that layer's attention, before its pre-MoE norm."""
+        """The residual stream after that layer's attention, before its pre-MoE norm; with the shared expert's output added where the model
+        computes one before the routed experts (`GateSpec.shared`): it is there already, and most of what the block will add."""
 
     def step_end(self) -> None:
         """The forward pass ended, normally or by an exception."""

@@ -26,7 +26,7 @@ def test_flags_are_frozen():
     assert bench["kv-quality"] == sorted(where + what)
     assert flags["demo"] == ["--out", "--probe", "--real-drive", "--tokens"]
     assert flags["trace"] == ["--cap-mb", "--model", "--out", "--text", "--tokens"]
-    assert flags["fit"] == ["--force", "--held-out", "--model", "--out", "--quick", "--trace"]
+    assert flags["fit"] == ["--force", "--held-out", "--model", "--out", "--past", "--quick", "--trace"]
     assert flags["env"] == [] and flags["validate"] == ["config"]
 
 

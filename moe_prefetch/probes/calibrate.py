@@ -13,7 +13,7 @@ import torch
 from ..errors import ShapeError
 from . import metrics
 from .probe import HORIZONS, Residual, RoutingProbe, margins, select
-from .trainer import Taps
+from .targets import Taps
 
 
 def fit_temperature(margin_TE: torch.Tensor, true_TK: torch.Tensor, iterations: int = 40) -> float:
@@ -60,9 +60,13 @@ def calibrate(probe: RoutingProbe, held_out: Taps, *, horizons: Sequence[int] = 
 
 def margin_and_truth(probe: RoutingProbe, taps: Taps, target: int, horizon: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Forecast margins [T, E] of one target, and what its router chose [T, K]."""
-    hidden = (taps.residual_LTD if horizon == 0 else taps.moe_input_LTD)[target - horizon]
-    gate = probe.gates[target]
-    return margins(probe.logits(target - horizon, horizon, hidden), gate), select(taps.logits_LTE[target].float(), gate)
+    tap, gate, past = target - horizon, probe.gates[target], None
+    hidden = (taps.residual_LTD if horizon == 0 else taps.moe_input_LTD)[tap]
+    if probe.sees_past(horizon):
+        if taps.past_LTD is None:
+            raise ShapeError("the taps hold no recent past", where="margin_and_truth", do="take them from Step.taps_with_past")
+        past = taps.past_LTD[tap]
+    return margins(probe.logits(tap, horizon, hidden, past), gate), select(taps.logits_LTE[target].float(), gate)
 
 
 def reliability_plot(path: Path, curves: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..errors import SessionError
-from .trainer import Taps
+from .targets import Taps, unit_rms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,6 +17,23 @@ class Step:
     taps: Taps
     ids_TLK: torch.Tensor
     start_T: torch.Tensor
+
+    def taps_with_past(self, eps: float) -> Taps:
+        """The taps, and for each token the recent past of the residual; `eps` is that of the model's norms."""
+        residual = self.taps.residual_LTD
+        return replace(self.taps, past_LTD=recent_past(unit_rms(residual, eps), self.start_T).to(residual.dtype))
+
+
+def recent_past(unit_LTD: torch.Tensor, start_T: torch.Tensor) -> torch.Tensor:
+    """Sum over k >= 1 of 2^-k times the unit-RMS tap k tokens before, within a sequence; `start_T` is True where one begins. Any leading
+    shape. While decoding it is one tensor a sequence and layer, zero at the start: past <- (past + unit_rms(tap)) / 2 after each token."""
+    sequence_T = start_T.to(unit_LTD.device).cumsum(0)
+    past = torch.zeros_like(unit_LTD)
+    # What lies further back is below a bfloat16's rounding.
+    for k in range(1, min(12, unit_LTD.shape[-2] - 1) + 1):
+        same_T1 = (sequence_T[k:] == sequence_T[:-k]).unsqueeze(-1)
+        past[..., k:, :] += torch.where(same_T1, unit_LTD[..., :-k, :], 0.0) * 0.5**k
+    return past
 
 
 class Collector:

@@ -23,7 +23,8 @@ from . import metrics
 from .calibrate import calibrate, margin_and_truth
 from .collect import Collector, Step
 from .probe import HORIZONS, GateSpec, RoutingProbe, gate_hash
-from .trainer import FitConfig, Taps, Trainer
+from .targets import FitConfig, Taps
+from .trainer import Trainer
 
 
 class Scalars(Protocol):
@@ -73,16 +74,18 @@ def _ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def batches(source: Source, size: int, epoch: int, seed: int) -> Iterator[Taps]:
+def batches(source: Source, size: int, epoch: int, seed: int, past_eps: float | None = None) -> Iterator[Taps]:
     """This rank's batches of one epoch: its shards in random order, their tokens shuffled. Every rank yields the same number, whatever the
-    sizes of its shards, so that no collective is missed: an equal share of the tokens, going round again where a rank holds fewer."""
+    sizes of its shards, so that no collective is missed: an equal share of the tokens, going round again where a rank holds fewer. With
+    `past_eps` (the norms' epsilon) the taps hold the recent past."""
     rank, world = _ranks()
     mine = [i for i in range(len(source)) if i % world == rank] or [rank % max(1, len(source))]
     generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
     left = max(1, source.tokens // (size * world))
     while True:
         for i in torch.randperm(len(mine), generator=generator).tolist():
-            taps = source.shard(mine[i]).taps
+            step = source.shard(mine[i])
+            taps = step.taps if past_eps is None else step.taps_with_past(past_eps)
             order = torch.randperm(taps.tokens, generator=generator)
             for start in range(0, max(1, taps.tokens - size + 1), size):
                 yield taps.take(order[start : start + size])
@@ -109,11 +112,12 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
     if not held_out or any(not t.tokens for t in held_out.values()):
         raise ShapeError("no held-out tokens", where="fit", expected="at least one domain with tokens", do="keep some text back")
     trainer = Trainer(gates, config, device)
+    past_eps = gates[0].norm_eps if config.past else None
     state = _State(out / "fit-state", config, gates, runtime)
     epoch, best, stale_epochs, best_weights = state.load(trainer)
     if not trainer.started:
         seen = 0
-        for taps in batches(train, config.batch, 0, config.seed):
+        for taps in batches(train, config.batch, 0, config.seed, past_eps):
             trainer.accumulate(taps)
             seen += taps.tokens
             if seen >= moment_tokens:
@@ -122,7 +126,7 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
         best_weights = trainer.averages()
         best = _mean_recall(trainer, held_out)
     while trainer.done < config.steps and stale_epochs < patience:
-        for taps in batches(train, config.batch, epoch, config.seed):
+        for taps in batches(train, config.batch, epoch, config.seed, past_eps):
             loss = trainer.step(taps)
             if progress is not None:
                 progress(trainer.done, config.steps)
@@ -221,6 +225,7 @@ class OnlineFit:
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig | None = None, *, device: torch.device | str = "cpu",
                  moment_tokens: int = 8192, held_out_tokens: int = 2048, held_out_every: int = 8) -> None:
         self.trainer = Trainer(gates, config or FitConfig(), device)
+        self.past_eps = gates[0].norm_eps if self.trainer.config.past else None
         self.listener = Collector(len(gates), self._take)
         self.moment_tokens, self.held_out_tokens, self.held_out_every = moment_tokens, held_out_tokens, held_out_every
         self.seen = self.passes = 0
@@ -230,7 +235,7 @@ class OnlineFit:
     @torch.inference_mode(False)
     def _take(self, step: Step) -> None:
         # Clones made outside inference mode: a model run under it hands out tensors that autograd refuses.
-        taps = step.taps.map(torch.clone)
+        taps = (step.taps_with_past(self.past_eps) if self.past_eps is not None else step.taps).map(torch.clone)
         self.passes += 1
         if self.passes % self.held_out_every == 0 and sum(t.tokens for t in self._held) < self.held_out_tokens:
             self._held.append(taps)

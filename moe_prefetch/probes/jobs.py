@@ -17,8 +17,8 @@ from ..seam import open_model
 from .collect import Collector, Step
 from .fit import Memory, Source, fit
 from .probe import RoutingProbe
+from .targets import FitConfig, Taps
 from .traces import Trace, TraceWriter
-from .trainer import FitConfig, Taps
 
 Progress = Callable[[int, int], None]
 # Sized for two CPU cores and five minutes, of which recording takes the most.
@@ -112,27 +112,33 @@ class _Split:
         return sum(trace.manifest["shards"][i]["tokens"] for trace, i in self.parts)
 
 
-def split(traces: Sequence[Trace], held_out: Sequence[Trace]) -> tuple[Source, dict[str, Taps]]:
-    """Training shards and held-out taps per domain (a trace is a domain, named by its folder). Without traces for it, the last tenth of
-    every trace's shards is held out. Raises ConfigError when a trace has a single shard."""
+def _taps(step: Step, past_eps: float | None) -> Taps:
+    return step.taps if past_eps is None else step.taps_with_past(past_eps)
+
+
+def split(traces: Sequence[Trace], held_out: Sequence[Trace], past_eps: float | None = None) -> tuple[Source, dict[str, Taps]]:
+    """Training shards and held-out taps per domain (a trace is a domain, named by its folder), with the recent past where `past_eps` is
+    given. Without traces for it, the last tenth of every trace's shards is held out. Raises ConfigError when a trace has a single
+    shard."""
     parts: list[tuple[Trace, int]] = []
-    held = {t.folder.name: t.all().taps for t in held_out}
+    held = {t.folder.name: _taps(t.all(), past_eps) for t in held_out}
     for trace in traces:
         keep = 0 if held_out else max(1, len(trace) // 10)
         if keep >= len(trace):
             raise ConfigError("the trace has too few shards to hold one out", where=str(trace.folder), do="record more, or give --held-out")
         parts += [(trace, i) for i in range(len(trace) - keep)]
         if keep:
-            steps = [trace.shard(i).taps for i in range(len(trace) - keep, len(trace))]
+            steps = [_taps(trace.shard(i), past_eps) for i in range(len(trace) - keep, len(trace))]
             held[trace.folder.name] = Taps.join(steps)
     return _Split(parts), held
 
 
 def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Sequence[Path] = (), quick: bool = False,
-            config: FitConfig | None = None, device: str | None = None, force: bool = False, watch: Any = None,
+            config: FitConfig | None = None, past: bool = False, device: str | None = None, force: bool = False, watch: Any = None,
             progress: Progress | None = None, stage: Callable[[str], None] = lambda text: None, runtime: Runtime = REAL) -> RoutingProbe:
     """Command `fit`: from recorded `traces`, or `quick`: record a little of Python's documentation and fit on it (SmolMoE on two CPU
-    cores: under five minutes). Under torchrun (WORLD_SIZE > 1) the ranks share the shards. `stage` is told what is going on."""
+    cores: under five minutes). `past` gives horizon 0 the recent past as a second input. Under torchrun (WORLD_SIZE > 1) the ranks share
+    the shards. `stage` is told what is going on."""
     if not traces and not quick:
         raise ConfigError("nothing to learn from", where="fit", expected="--trace FOLDER or --quick",
                           do="record a trace first: moe-prefetch trace")
@@ -147,6 +153,8 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
     try:
         loaded, tokenizer = load_model(model)
         gates = open_model(loaded).gates
+        config = config or (QUICK if quick else FitConfig(past=past))
+        past_eps = gates[0].norm_eps if config.past else None
         if quick:
             stage("recording")
             windows = text_windows(tokenizer, builtin_texts(), QUICK_WINDOW)
@@ -156,14 +164,12 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
             deadline = runtime.now() + QUICK_RECORD_S
             kept = max(1, QUICK_HELD_OUT // QUICK_WINDOW)
             record(loaded, windows[pick[-kept:]], steps.append, progress=progress)
-            held, steps = {"documentation": Taps.join([s.taps for s in steps])}, []
+            held, steps = {"documentation": Taps.join([_taps(s, past_eps) for s in steps])}, []
             record(loaded, windows[pick[:-kept]], steps.append, progress=progress,
                    stop=lambda: runtime.now() > deadline and len(steps) >= 16)
             source: Source = Memory(steps)
-            config = config or QUICK
         else:
-            source, held = split([Trace(p, gates) for p in traces], [Trace(p, gates) for p in held_out])
-            config = config or FitConfig()
+            source, held = split([Trace(p, gates) for p in traces], [Trace(p, gates) for p in held_out], past_eps)
             config = replace(config, batch=min(config.batch, max(64, source.tokens // 4)))
         stage("fitting")
         return fit(gates, source, held, out, config, device=device, force=force, watch=watch, progress=progress, runtime=runtime)

@@ -23,9 +23,9 @@ from ..runtime import REAL, Runtime
 from .baselines import Routing
 from .collect import Step
 from .probe import GateSpec, gate_hash
-from .trainer import Taps
+from .targets import Taps
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "trace.json"
 MAX_SHARD = 8 << 30
 
@@ -190,9 +190,13 @@ def read_megatron(folder: Path | str, gates: Sequence[GateSpec] | None, experts:
     The side file holds the router's *input*, after that layer's norm. Dividing by its norm weight (from `gates`) gives the stream up to a
     positive factor per token, which every probe's own RMSNorm removes, so horizons 1 and 2 can be fitted; there is no tap for horizon 0,
     and its entries are NaN. Without side files, or without gates, taps are empty and only ids come. Every step counts as one sequence.
-    Raises ArtefactError naming the line or side file.
+    Raises ArtefactError naming the line or side file, and ProbeMismatchError for gates whose taps hold a shared expert's output: the trace
+    has none.
     """
     folder = Path(folder)
+    if gates and any(g.shared for g in gates):
+        raise ProbeMismatchError("this model's taps hold the shared expert's output, a Megatron trace does not", where=str(folder),
+                                 expected="a model without shared experts", do="record with moe-prefetch trace, or fit in training")
     path = contained(folder, f"router_trace_rank{rank}.jsonl")
     step: int | None = None
     records: dict[int, dict[str, Any]] = {}

@@ -6,7 +6,7 @@ import torch
 
 from moe_prefetch.probes.collect import Step
 from moe_prefetch.probes.probe import GateSpec, normalise, select
-from moe_prefetch.probes.trainer import Taps
+from moe_prefetch.probes.targets import Taps
 
 L, E, D, K = 4, 12, 32, 2
 

@@ -13,9 +13,11 @@ import torch.multiprocessing as mp
 from moe_prefetch.errors import ArtefactError, ReleaseError, ShapeError
 from moe_prefetch.probes import RoutingProbe, metrics
 from moe_prefetch.probes.calibrate import calibrate, fit_temperature, margin_and_truth, reliability_plot
+from moe_prefetch.probes.collect import Step
 from moe_prefetch.probes.fit import Memory, OnlineFit, fit, release
-from moe_prefetch.probes.probe import HORIZONS, Residual
-from moe_prefetch.probes.trainer import FitConfig, Taps, Trainer
+from moe_prefetch.probes.probe import HORIZONS, Residual, normalise
+from moe_prefetch.probes.targets import FitConfig, Taps
+from moe_prefetch.probes.trainer import Trainer
 from moe_prefetch.runtime import Runtime
 from tests.probes.synthetic import D, E, K, L, gates, step
 
@@ -64,7 +66,7 @@ def test_export_is_what_was_trained() -> None:
             u = (held.residual_LTD if h == 0 else held.moe_input_LTD)[t - h]
             horizon = trainer.horizons[h]
             x = u.float() * torch.rsqrt(u.float().square().mean(-1, keepdim=True) + 1e-6)
-            want = horizon.logits(x.expand(len(horizon.specs), -1, -1), trainer.average[h])[t - h]
+            want = horizon.logits(x.expand(len(horizon.specs), -1, -1), trainer.whole(trainer.average)[h])[t - h]
             torch.testing.assert_close(probe.logits(t - h, h, u), want, atol=1e-4, rtol=1e-4)
 
 
@@ -333,3 +335,81 @@ def test_zero_residual_has_no_effect_on_release() -> None:
     probe = RoutingProbe(specs, [Residual.zero(L, E, D, 4)] * 3)
     report = release(probe, {"a": step(specs, 200, 2).taps})
     assert not report.refused and not report.fallback
+
+
+def test_horizon_0_learns_from_the_recent_past(tmp_path: Path) -> None:
+    """Routers that look at the mean of the tokens before: only a probe that sees the past can know, and it survives storing."""
+    specs, g = gates(), torch.Generator().manual_seed(5)
+    mix = torch.randn(D, D, generator=g)
+
+    def sequence(tokens: int, seed: int) -> Step:
+        s = step(specs, tokens, seed)
+        past = s.taps_with_past(specs[0].norm_eps).past_LTD
+        s.taps.logits_LTE = torch.stack([normalise(r + 2 * p @ mix / D**0.5, spec) @ spec.weight_ED.T
+                                         for r, p, spec in zip(s.taps.residual_LTD, past, specs)])
+        return s
+
+    test = sequence(400, 2)
+    held = {"a": test.taps_with_past(specs[0].norm_eps)}
+    found = {}
+    for past in (False, True):
+        config = FitConfig(rank=(16, 12), linear=12, steps=60, batch=256, past=past, horizons=(0, 1), lr=3e-3)
+        fit(specs, Memory([sequence(2000, 1)]), held, tmp_path / str(past), config)
+        probe = RoutingProbe.from_pretrained(tmp_path / str(past), specs)
+        assert probe.sees_past(0) == past and not probe.sees_past(1)
+        assert [r.down_LRW.shape[1:] for r in probe.residuals[:2]] == [(16, D * (1 + past)), (12, D)]
+        found[past] = sum(metrics.recall(*margin_and_truth(probe, held["a"], t, 0)) for t in range(L)) / L
+    assert found[True] > found[False] + 0.1, found
+    x = test.taps.residual_LTD[0]
+    assert torch.allclose(probe.logits(0, 0, x), probe.logits(0, 0, x, torch.zeros_like(x)), atol=1e-4), "no past is a past of zeros"
+    with pytest.raises(ShapeError, match="past has shape"):
+        probe.logits(0, 0, x, held["a"].past_LTD[0][:3])
+    for use in (lambda: margin_and_truth(probe, test.taps, 0, 0),
+                lambda: fit(specs, Memory([test]), {"a": test.taps}, tmp_path / "x", config)):
+        with pytest.raises(ShapeError, match="no recent past"):
+            use()
+
+
+def test_horizons_1_and_2_share_their_units_in_training_and_on_disk(tmp_path: Path) -> None:
+    specs = gates()
+    # A channel that one target's norm removes: the shared units can't be read through it there.
+    specs[2] = replace(specs[2], norm_D=specs[2].norm_D.index_fill(0, torch.tensor([3]), 0.0))
+    trainer, s = Trainer(specs, replace(CONFIG, steps=30)), step(specs, 1500, 1)
+    trainer.accumulate(s.taps)
+    trainer.start()
+    for _ in range(30):
+        trainer.step(s.taps)
+    assert "white_nRW" not in trainer.horizons[2].params
+    probe = trainer.probe()
+    probe.save_pretrained(tmp_path / "shared")
+    again = RoutingProbe.from_pretrained(tmp_path / "shared", specs)
+    other = trainer.probe()
+    other.residuals[2].shift_LR += 1e-3  # no longer the same units: kept twice
+    other.refresh()
+    other.save_pretrained(tmp_path / "apart")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("shared", "apart")]
+    assert sizes[1] - sizes[0] > (L - 2) * CONFIG.rank * D
+    for h in HORIZONS:
+        for t in range(h, L):
+            hidden = (s.taps.residual_LTD if h == 0 else s.taps.moe_input_LTD)[t - h][:50]
+            want = probe.logits(t - h, h, hidden)
+            for folder, kept in (("shared", probe), ("apart", other)):
+                got = RoutingProbe.from_pretrained(tmp_path / folder, specs).logits(t - h, h, hidden)
+                assert (got - kept.logits(t - h, h, hidden)).norm() / want.norm() < 0.03
+    again.save_pretrained(tmp_path / "again")
+    assert sizes[0] == (tmp_path / "again" / "model.safetensors").stat().st_size, "still shared after a round trip"
+
+
+def test_a_covariance_that_rounding_made_indefinite_still_gives_a_start() -> None:
+    specs = gates()
+    trainer, s = Trainer(specs, CONFIG), step(specs, 600, 1)
+    trainer.accumulate(s.taps)
+    trainer.horizons[0].moments["cov"][1] -= torch.eye(D, dtype=torch.float64) * 600 * 0.3
+    assert torch.linalg.eigvalsh(trainer.horizons[0].moments["cov"][1])[0] < 0
+    trainer.start()
+    assert all(p.isfinite().all() for h in trainer.horizons for p in h.params.values())
+    broken = Trainer(specs, CONFIG)
+    s.taps.moe_input_LTD[1, 3] = float("nan")
+    broken.accumulate(s.taps)
+    with pytest.raises(ShapeError, match="not finite"):
+        broken.start()

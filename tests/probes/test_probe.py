@@ -36,7 +36,7 @@ def test_untrained_probe_is_the_stale_gate_bitwise(tokens: int) -> None:
     specs = gates()
     zero = RoutingProbe(specs, [Residual.zero(L, E, D, R)] * 3)
     used = Residual.zero(L, E, D, R)
-    used.down_LRD.normal_()
+    used.down_LRW.normal_()
     used.used_L = [True] * L
     for probe in (RoutingProbe(specs), zero, RoutingProbe(specs, [used] * 3)):
         for layer in range(L):
@@ -51,7 +51,7 @@ def test_residual_changes_the_logits_only_where_used() -> None:
     probe, x = trained(), torch.randn(5, D)
     r = probe.residuals[1]
     n = normalise(x, probe.gates[1])
-    a = n @ r.down_LRD[1].T + r.shift_LR[1]
+    a = n @ r.down_LRW[1].T + r.shift_LR[1]
     a = torch.where(torch.arange(R) < LINEAR, a, F.silu(a))
     want = n @ probe.gates[1].weight_ED.T + a @ r.up_LER[1].T + r.out_LE[1]
     torch.testing.assert_close(probe.logits(0, 1, x), want)
@@ -168,7 +168,7 @@ def test_storage_survives_channels_of_very_different_size(tmp_path: Path) -> Non
     probe = trained()
     size = torch.logspace(-3, 0.5, D)
     for r in probe.residuals:
-        r.down_LRD /= size
+        r.down_LRW /= size
     probe.refresh()
     probe.save_pretrained(tmp_path)
     again = RoutingProbe.from_pretrained(tmp_path, gates())
@@ -210,7 +210,7 @@ def test_spoilt_probe_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
     elif spoil == "version":
         edit(tmp_path, version=99)
     elif spoil == "rank":
-        edit(tmp_path, rank=R + 1)
+        edit(tmp_path, horizons={str(h): {"rank": R + 1, "linear": 1, "inputs": 1} for h in range(3)})
     elif spoil == "used":
         edit(tmp_path, used={"0": None})
     elif spoil == "missing":
@@ -229,7 +229,7 @@ def test_weights_of_channels_that_matter_least_do_not_swallow_the_others(tmp_pat
     norm_D = torch.logspace(-4, 0, 64)
     gate = GateSpec(torch.randn(8, 64), norm_D, 1e-6, 2)
     r = Residual.zero(1, 8, 64, 16)
-    r.down_LRD, r.used_L = torch.randn(1, 16, 64) / norm_D, [True]
+    r.down_LRW, r.used_L = torch.randn(1, 16, 64) / norm_D, [True]
     r.up_LER = torch.randn(1, 8, 16)
     probe = RoutingProbe([gate], (r, None, None))
     probe.save_pretrained(tmp_path)

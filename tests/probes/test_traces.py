@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_prefetch.errors import ArtefactError, BudgetError, ProbeMismatchError, SessionError
-from moe_prefetch.probes.collect import Collector, Step
+from moe_prefetch.probes.collect import Collector, Step, recent_past
 from moe_prefetch.probes.fit import Memory, fit
 from moe_prefetch.probes.probe import normalise, select
+from moe_prefetch.probes.targets import FitConfig
 from moe_prefetch.probes.traces import Trace, TraceWriter, read_ids, read_megatron
-from moe_prefetch.probes.trainer import FitConfig
 from moe_prefetch.seam import open_model
 from tests.probes.synthetic import D, E, L, gates, step
 from tests.probes.test_fit import Dying, Stop
@@ -131,22 +131,44 @@ def test_damage_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
 
 
 # recording a model --------------------------------------------------------------------------------------------------------
-def test_collector_sees_what_the_model_computed() -> None:
-    model = tiny("qwen2_moe").eval()
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_collector_sees_what_the_model_computed(family: str) -> None:
+    model = tiny(family).eval()
     host, got = open_model(model), []
     ids = torch.randint(2, 90, (2, 9))
+    inner = {}
+    for layer, block in enumerate(host.blocks):
+        block.post_attention_layernorm.register_forward_pre_hook(lambda m, args, layer=layer: inner.__setitem__(layer, args[0][:, :9]))
     with host.observe(Collector(host.num_layers, got.append)), torch.no_grad():
         out = model(ids, output_hidden_states=True)
+        stream = {k: v.reshape(-1, v.shape[-1]) for k, v in inner.items()}
         model(ids[:, :1])
     s = got[0]
     assert s.start_T.tolist() == ([True] + [False] * 8) * 2 and not got[1].start_T.any()
     for layer in range(host.num_layers):
         assert torch.equal(s.taps.residual_LTD[layer], out.hidden_states[layer].reshape(-1, s.taps.residual_LTD.shape[-1]))
         # The MoE input, through the layer's own norm and gate, is the router's output: bit for bit.
-        gate = host.gates[layer]
-        logits = torch.nn.functional.linear(normalise(s.taps.moe_input_LTD[layer], gate), gate.weight_ED)
+        gate, mlp = host.gates[layer], host.blocks[layer].mlp
+        x = normalise(stream[layer], gate)
+        logits = torch.nn.functional.linear(x, gate.weight_ED)
         assert torch.equal(logits, s.taps.logits_LTE[layer])
         assert torch.equal(select(logits, gate).sort(1).values, s.ids_TLK[:, layer].sort(1).values)
+        assert gate.shared == (family == "qwen2_moe")
+        with torch.no_grad():
+            shared = torch.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x) if gate.shared else torch.zeros(())
+        torch.testing.assert_close(s.taps.moe_input_LTD[layer], stream[layer] + shared, rtol=1e-6, atol=1e-6)
+
+
+def test_the_recent_past_is_what_decoding_would_carry() -> None:
+    unit, start = torch.randn(2, 40, 5), torch.zeros(40, dtype=torch.bool)
+    start[[0, 7, 8, 30]] = True
+    got, past = recent_past(unit, start), torch.zeros(2, 5)
+    for t in range(40):
+        past = torch.zeros(2, 5) if start[t] else past
+        torch.testing.assert_close(got[:, t], past, atol=2e-3, rtol=0)
+        past = (past + unit[:, t]) / 2
+    assert not got[:, start].any() and got[:, ~start].any()
+    assert recent_past(unit[:, :1], start[:1]).shape == (2, 1, 5) and recent_past(unit[:, :0], start[:0]).shape == (2, 0, 5)
 
 
 def test_collector_refuses_a_pass_with_holes_and_ignores_one_that_never_began() -> None:
@@ -251,3 +273,8 @@ def test_the_sample_trace_of_the_repository_is_whole() -> None:
     # The router's choice is the top-4 of the logits recorded beside it.
     best = step_.taps.logits_LTE.topk(4, -1).indices.transpose(0, 1)
     assert torch.equal(best.sort(-1).values, step_.ids_TLK.sort(-1).values)
+
+
+def test_a_megatron_trace_of_a_model_with_shared_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProbeMismatchError, match="shared expert"):
+        next(read_megatron(tmp_path, gates(shared=True), E))
