@@ -219,7 +219,7 @@ def bench_kv_attend(
     kinds: Annotated[str, typer.Option(help="o8: 8 outlier channels, o0: none, f72: what fp4-72 grants.")] = "o8,f72,o0",
     commit: Annotated[str, typer.Option(help="Commit to name in the rows.")] = "unknown",
 ) -> None:
-    """Decode attention over FP4 pages beside PyTorch's fastest in FP16: microseconds, bytes, error. Needs a GPU. Results: docs/kernels.md."""
+    """Decode attention over FP4 pages beside the fastest of PyTorch in FP16: time, bytes, error. Needs a GPU. Results: docs/kernels.md."""
     import torch
 
     if not torch.cuda.is_available():
