@@ -27,7 +27,6 @@ from moe_prefetch.errors import SessionError, UnsupportedModelError
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import Listener
 
-SHARED = "shared" in {f.name for f in dataclasses.fields(GateSpec)}
 PROBES = "probes."  # where a probe's tensors stand in a checkpoint, under their MoE layer
 
 
@@ -230,12 +229,12 @@ def gate(layer: TransformerLayer) -> GateSpec:
     # latter. One name for both, so that a probe of one framework is a probe of the other.
     kind = "sigmoid_group" if function == "sigmoid" else "softmax_topk"
     return GateSpec(router.weight.detach(), weight, c.layernorm_epsilon, c.moe_router_topk, kind, None if bias is None else bias.detach(),
-                    groups, chosen, float(c.moe_router_topk_scaling_factor or 1.0), **({"shared": adds_shared(layer)} if SHARED else {}))
+                    groups, chosen, float(c.moe_router_topk_scaling_factor or 1.0), shared=adds_shared(layer))
 
 
 def adds_shared(layer: TransformerLayer) -> bool:
     """Whether the layer's taps for horizons 1 and 2 hold its shared expert's output: where it is there before the router speaks."""
-    return bool(SHARED and layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap)
+    return bool(layer.mlp.use_shared_expert and not layer.mlp.shared_expert_overlap)
 
 
 def plain_logits(layer: TransformerLayer, logits_TE: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_prefetch.errors import ShapeError
-from moe_prefetch.probes.probe import GateSpec, margins, residual_logits
-from moe_prefetch.probes.trainer import FitConfig, batched_hits, make_adamw, schedule, unit_rms
+from moe_prefetch.probes.probe import GateSpec, residual_logits
+from moe_prefetch.probes.targets import FitConfig, batched_hits, batched_margins, kl, unit_rms
+from moe_prefetch.probes.trainer import make_adamw, schedule
 
 LOWEST_RATE = 0.1  # share of the peak: a router that goes on moving must be followed after the schedule's end
 FOLLOW = 0.9  # decay of the units that the loss is measured in
@@ -53,17 +54,6 @@ class StageTaps:
     @staticmethod
     def join(parts: Sequence[StageTaps]) -> StageTaps:
         return StageTaps(*(torch.cat([getattr(t, k) for t in parts], 1) for k in StageTaps.__slots__))
-
-
-def kl(z_nTE: torch.Tensor, y_nTE: torch.Tensor) -> torch.Tensor:
-    """KL(softmax(y) || softmax(z)), mean over tokens, per target [n]."""
-    p = y_nTE.log_softmax(-1)
-    return (p.exp() * (p - z_nTE.log_softmax(-1))).sum(-1).mean(-1)
-
-
-def _margins(z_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
-    """`margins` of all targets; only the selection bias differs between them."""
-    return margins(z_nTE, specs[0]) if specs[0].bias_E is None else torch.stack([margins(z, s) for z, s in zip(z_nTE, specs)])
 
 
 class _Rows:
@@ -143,7 +133,7 @@ class _Rows:
         loss = (kl(z_nTE, y_nTE) / self.stale_n[self.lead :]).sum()
         if self.config.rank_weight:
             width = (self.config.tau * self.var_n[self.lead :].sqrt()).view(-1, 1, 1)
-            m_z, m_y = _margins(z_nTE, specs), _margins(y_nTE, specs)
+            m_z, m_y = batched_margins(z_nTE, specs), batched_margins(y_nTE, specs)
             loss = loss + self.config.rank_weight * F.binary_cross_entropy_with_logits(
                 m_z / width, (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
         return loss
@@ -165,7 +155,7 @@ class StageTrainer:
 
     def __init__(self, layers: int, experts: int, hidden: int, eps: float, config: FitConfig, device: torch.device, group: Any,
                  edge: int) -> None:
-        if config.dropout or not isinstance(config.rank, int) or getattr(config, "past", False):
+        if config.dropout or not isinstance(config.rank, int) or config.past:
             raise ShapeError(f"dropout {config.dropout}, rank {config.rank}, or an input from the past", where="StageTrainer",
                              expected="no dropout (it draws from the model's random stream), one rank, and no past (a step takes rows here "
                              "and there of a sequence)", do="leave them out of the FitConfig")

@@ -121,5 +121,7 @@ def gate_hash(gates: Sequence[GateSpec]) -> str:
         named[f"{i}.weight"], named[f"{i}.norm"] = g.weight_ED.bfloat16(), g.norm_D.bfloat16()
         if g.bias_E is not None:
             named[f"{i}.bias"] = g.bias_E.bfloat16()
-        named[f"{i}.rule"] = torch.tensor([g.top_k, KINDS.index(g.kind), g.n_group, g.topk_group, g.shared])
+        # Softmax before or after the top-k chooses the same experts.
+        kind = KINDS.index(g.kind.replace("topk_softmax", "softmax_topk"))
+        named[f"{i}.rule"] = torch.tensor([g.top_k, kind, g.n_group, g.topk_group, g.shared])
     return sha256_tensors(named)

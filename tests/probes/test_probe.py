@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_prefetch.errors import ArtefactError, ProbeMismatchError, ShapeError
 from moe_prefetch.probes import GateSpec, RoutingProbe, quantise_union
-from moe_prefetch.probes.probe import Residual, margins, normalise, select
+from moe_prefetch.probes.probe import Residual, gate_hash, margins, normalise, select
 from moe_prefetch.types import PROB_ONE
 
 L, E, D, R, K, LINEAR = 4, 16, 24, 8, 3, 3
@@ -236,3 +237,10 @@ def test_weights_of_channels_that_matter_least_do_not_swallow_the_others(tmp_pat
     hidden_TD = torch.randn(50, 64)
     want, got = (p.logits(0, 0, hidden_TD) for p in (probe, RoutingProbe.from_pretrained(tmp_path, [gate])))
     assert (got - want).norm() / want.norm() < 0.02
+
+
+def test_the_hash_says_what_changes_a_choice_and_nothing_else() -> None:
+    base = gate_hash(gates())
+    assert gate_hash([replace(g, kind="topk_softmax") for g in gates()]) == base, "the same experts, whichever framework names the router"
+    for change in ({"kind": "sigmoid_group"}, {"top_k": 1}, {"shared": True}, {"norm_D": torch.ones(D) * 3}):
+        assert gate_hash([replace(g, **change) for g in gates()]) != base, change
