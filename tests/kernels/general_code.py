@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kernels.kv_encode import general as encoder
+from moe_prefetch.kernels.kv_encode import general_planes
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -111,9 +112,13 @@ def facts(name: str) -> dict[str, object]:
 
 
 def encoder_facts(name: str, tokens: int) -> dict[str, object]:
-    """The encoder for K and V of 128 channels: registers, bytes of stack."""
-    constants = encoder.constants(PageLayout(FORMATS[name], 128, 128), 8, tokens)
-    kernel = compiled(encoder.encode_general, constants, num_warps=1 if tokens <= 4 else 4, enable_fp_fusion=False)
+    """The encoder for K and V of 96 channels: registers, bytes of stack."""
+    layout = PageLayout(FORMATS[name], 96, 96)
+    if general_planes.serves(layout):
+        function, constants, warps = general_planes.encode_planes, general_planes.constants(layout, 8, tokens), 8
+    else:
+        function, constants, warps = encoder.encode_general, encoder.constants(layout, 8, tokens), 4
+    kernel = compiled(function, constants, num_warps=1 if tokens <= 4 else warps, enable_fp_fusion=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -135,7 +140,7 @@ if __name__ == "__main__":
         print(json.dumps(native_facts()))
         sys.exit()
     if sys.argv[1:] == ["encoder"]:
-        for fmt in ("fp16", "fp8", "nvfp4", "mxfp4"):
+        for fmt in ("fp16", "fp8", "nvfp4", "mxfp4", "fp4-72"):
             for tokens in (1, 128):
                 print(json.dumps(encoder_facts(fmt, tokens)), flush=True)
         sys.exit()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_prefetch.kernels.kv_encode import naive as law
-from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +20,8 @@ def book_of(layout: PageLayout, heads: int) -> Book:
     if layout.outliers > 2:
         channels[0, -1] = -1
     mean = torch.randn(heads, d) * 0.5
-    return tuple(x.to(DEVICE) for x in (channels.contiguous(), mean, rand(d), rand(d), rand(dv), rand(dv)))
+    k_weight, v_weight = book_shares(rand(d), rand(dv), layout)
+    return tuple(x.to(DEVICE) for x in (channels.contiguous(), mean, rand(d), k_weight, rand(dv), v_weight))
 
 
 def fill_unused(record_Nb: torch.Tensor, fill: int, layout: PageLayout) -> torch.Tensor:

@@ -14,9 +14,9 @@ from .records import Book, encode_naive
 def fused_for(device: torch.device, layout: PageLayout) -> Callable[..., torch.Tensor] | None:
     """The fused function that writes such pages on this device, if one does. It writes the bytes of the law."""
     if device.type == "cuda":
-        from . import fused, general
+        from . import fused, general, general_planes
 
-        for module in (fused, general):
+        for module in (fused, general, general_planes):
             if module.serves(layout):
                 return module.encode
     return None

@@ -1,0 +1,187 @@
+"""Tokens into FP4 pages in `planes` order at every head dim, MLA's latent among them, in Triton: the bytes of `records.encode_naive`.
+
+The elements are `fused.py`'s; here tiles have masks, and programs are as in `general.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ...kv.format import PAGE, PageLayout
+from .fused_elements import _book_k, _byte, _codes, _exponent, _outliers, _scale_byte, _scales, _tally, table_on
+from .general import _rows, _settle
+
+
+@triton.constexpr_function
+def half_of(dim, g):
+    """Bytes of a token's K group g: the channels of each nibble."""
+    return min(64, dim - 64 * g) // 2
+
+
+@triton.jit
+def _k_tile(ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N: tl.constexpr, W: tl.constexpr,
+            D: tl.constexpr, OUT: tl.constexpr):
+    """What is coded of K channels ch [T, C], 0 where not on; their weights; how many were beyond FP16, and NaN."""
+    at_C = tl.minimum(ch_C, D - 1)
+    x_TC, big, nan = _rows(ptr, row_T, on_T, n, tl.where(on_C, ch_C, D), N, W, D)
+    gain_C, w_C = _book_k(at_C, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    x_TC = tl.where(on_C[None, :], (x_TC - tl.load(k_mean_ptr + n * D + at_C)[None, :]) * gain_C[None, :], 0.0)
+    return x_TC, tl.where(on_C, w_C, 0), big, nan
+
+
+@triton.jit
+def _encode_k(
+    record, row_T, on_T, t_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr,
+    N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, KS_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+):
+    NB: tl.constexpr = (D + 31) // 32
+    c_C = tl.arange(0, 32)
+    scales = ()
+    inverses = ()
+    top = -1000
+    for i in tl.static_range(NB):
+        ch_C = 32 * i + c_C
+        x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
+                                      OUT)
+        _tally(counts_ptr, big, nan)
+        scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+        scales = scales + (scale_T,)
+        inverses = inverses + (inverse_T,)
+        top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
+    for g in tl.static_range((D + 63) // 64):
+        on_C = c_C < half_of(D, g)
+        ch_C = 64 * g + c_C
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        lo_TC = _codes(x_TC, inverses[2 * g])
+        ch_C = 64 * g + half_of(D, g) + c_C
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        if half_of(D, g) == 32:
+            hi_TC = _codes(x_TC, inverses[2 * g + 1])
+        elif half_of(D, g) == 24:
+            # the high nibbles of 48 channels lie in two blocks
+            hi_TC = tl.where((ch_C < 64 * g + 32)[None, :], _codes(x_TC, inverses[2 * g]), _codes(x_TC, inverses[2 * g + 1]))
+        else:
+            hi_TC = _codes(x_TC, inverses[2 * g])
+        at_TC = record + t_T[:, None] * (D // 2) + 32 * g + c_C[None, :]
+        tl.store(at_TC, _byte(lo_TC, hi_TC), mask=on_T[:, None] & on_C[None, :])
+    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, NB)
+    for i in tl.static_range(NB):
+        tl.store(record + KS_AT + t_T * NB + i, _scale_byte(scales[i], factor), mask=on_T)
+
+
+@triton.jit
+def _merge_codes(at_CT, code_CT, on_CT, HIGH: tl.constexpr):
+    """Put codes into one nibble plane of bytes whose other plane stays."""
+    old = tl.load(at_CT, mask=on_CT, other=0).to(tl.int32)
+    none = tl.zeros(code_CT.shape, tl.uint8)
+    if HIGH:
+        new = old & 0x71 | _byte(none, code_CT).to(tl.int32)
+    else:
+        new = old & 0x8E | _byte(code_CT, none).to(tl.int32)
+    tl.store(at_CT, new.to(tl.uint8), mask=on_CT)
+
+
+@triton.jit
+def _encode_v(
+    record, row_T, on_T, t_T, slot, n, v_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
+    N: tl.constexpr, D: tl.constexpr, V_AT: tl.constexpr, VS_AT: tl.constexpr, FACTOR_AT: tl.constexpr,
+):
+    NB: tl.constexpr = (D + 63) // 64
+    c_C = tl.arange(0, 64)
+    scales = ()
+    top = -1000
+    for g in tl.static_range(NB):
+        ch_C = 64 * g + c_C
+        on_C = ch_C < D
+        x_TC, big, nan = _rows(v_ptr, row_T, on_T, n, ch_C, N, D, D)
+        _tally(counts_ptr, big, nan)
+        x_TC = x_TC * tl.load(v_gain_ptr + n * D + ch_C, mask=on_C, other=0)[None, :]
+        w_C = tl.load(v_weight_ptr + n * D + ch_C, mask=on_C, other=0).to(tl.int32)
+        scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+        code_TC = _codes(x_TC, inverse_T)
+        at_TC = record + V_AT + ch_C[None, :] * 64 + (t_T % 64 // 16 * 16 + t_T % 8 * 2 + t_T % 16 // 8)[:, None]
+        on_TC = on_T[:, None] & on_C[None, :]
+        # tokens t and 64 + t share a byte: one after the other
+        _merge_codes(at_TC, code_TC, on_TC & (t_T < 64)[:, None], False)
+        tl.debug_barrier()
+        _merge_codes(at_TC, code_TC, on_TC & (t_T >= 64)[:, None], True)
+        scales = scales + (scale_T,)
+        top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
+    factor = _settle(record, VS_AT, FACTOR_AT, top, slot, NB)
+    for g in tl.static_range(NB):
+        tl.store(record + VS_AT + t_T * NB + g, _scale_byte(scales[g], factor), mask=on_T)
+
+
+@triton.jit
+def encode_planes(
+    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
+    N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr, TT: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, ROPE_AT: tl.constexpr,
+    TRAILER_AT: tl.constexpr,
+):
+    """Runs of up to TT tokens: program (run, head, K or V)."""
+    run = tl.program_id(0)
+    n = tl.program_id(1)
+    page = tl.load(runs_ptr + run * 4)
+    slot = tl.load(runs_ptr + run * 4 + 1)
+    row = tl.load(runs_ptr + run * 4 + 2)
+    count = tl.load(runs_ptr + run * 4 + 3)
+    if count == 0:
+        return
+    record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
+    i_T = tl.arange(0, TT)
+    on_T = i_T < count
+    if tl.program_id(2) == 0:
+        _encode_k(record, row + i_T, on_T, slot + i_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
+                  table_ptr, N, D + ROPE, D, OUT, KS_AT, TRAILER_AT)
+        if OUT > 0:
+            _outliers(record, row - slot, n, slot + i_T, on_T, k_ptr, channels_ptr, k_mean_ptr, N, D, OUT, OUTP, KO_AT)
+        if ROPE > 0:
+            c_C = tl.arange(0, ROPE)
+            x_TC, big, nan = _rows(k_ptr + D, row + i_T, on_T, n, c_C, N, D + ROPE, ROPE)
+            at_TC = (record + ROPE_AT).to(tl.pointer_type(tl.float16)) + (slot + i_T)[:, None] * ROPE + c_C[None, :]
+            tl.store(at_TC, x_TC.to(tl.float16), mask=on_T[:, None])
+            _tally(counts_ptr, big, nan)
+        fill = (record + TRAILER_AT + 8).to(tl.pointer_type(tl.int32))
+        tl.store(fill, tl.maximum(tl.load(fill), slot + count))
+    else:
+        _encode_v(record, row + i_T, on_T, slot + i_T, slot, n, v_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr, N, DV, V_AT, VS_AT,
+                  TRAILER_AT + 4)
+
+
+# launch ----------------------------------------------------------------------------------------------------------------
+def serves(layout: PageLayout) -> bool:
+    """Whether `encode` writes this layout."""
+    f = layout.format
+    by_token = layout.v_dim == 0 or (f.v_axis == "token" and f.v_group == 64)
+    return f.code == "fp4" and f.order == "planes" and f.search and by_token and layout.rope in (0, 16, 32, 64)
+
+
+def constants(layout: PageLayout, heads: int, most: int) -> dict[str, object]:
+    """Compile-time arguments of `encode_planes` for runs of at most `most` tokens."""
+    at = {k: v[0] for k, v in layout.offsets.items()}
+    return {
+        "N": heads, "D": layout.k_dim, "DV": layout.v_dim, "ROPE": layout.rope, "TT": 4 if most <= 4 else PAGE, "OUT": layout.outliers,
+        "OUTP": triton.next_power_of_2(max(1, layout.outliers)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
+        "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "ROPE_AT": at["k_rope"], "TRAILER_AT": at["trailer"],
+    }
+
+
+def encode(
+    pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: tuple[torch.Tensor, ...],
+    layout: PageLayout, *, most: int = PAGE,
+) -> torch.Tensor:
+    """As `records.encode_naive`, for layouts that it `serves`; int32 runs. `most`: no run has more tokens. The host reads nothing.
+
+    Returns int64 [2]: elements saturated, NaNs zeroed.
+    """
+    counts = torch.zeros(2, dtype=torch.int64, device=pool_PNb.device)
+    if not len(runs_R4):
+        return counts
+    N = pool_PNb.shape[1]
+    encode_planes[(len(runs_R4), N, 2 if layout.v_dim else 1)](
+        pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs_R4, *book, counts, table_on(pool_PNb.device),
+        **constants(layout, N, most), num_warps=1 if most <= 4 else 8, enable_fp_fusion=False)
+    return counts
