@@ -2,7 +2,7 @@
 
 usage: python benchmarks/kv_general.py --out ROWS.csv [--cases REGEX] [--commit ID] [--share I/N]
 
-As `kv_attend.py`: medians over CUDA graph replays, caches rotated out of L2, everything from q to the output inside, the error of the same
+As `moe-prefetch bench kv-attend`: medians over CUDA graph replays, caches rotated out of L2, everything from q to the output inside, the error of the same
 run against the naive law. The baseline is torch's fastest SDPA backend over FP16; for MLA the absorbed product in BF16 (two `bmm` and a
 softmax), SDPA with keys of 576 and values of 512 channels, and our own kernel over FP16 pages. `--share I/N` only compiles: the kernels
 of every N-th case, for several processes to fill Triton's cache at once.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import math
 import re
 import sys
@@ -21,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-from kv_attend import COLD, FIELDS, SINKS, WINDOW, Case, relative, sdpa_us, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_prefetch.bench.kv_attend import COLD, FIELDS, SINKS, WINDOW, Case, relative, sdpa_us, stamp_of, timed
 from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
@@ -202,10 +200,7 @@ def main() -> int:
     for r, kw in CHECKS:
         err = errors(r, **kw)
         print(f"{r.name:32s} {kw}: error {err:.2e}{'' if err < 2e-3 else '  WRONG'}", flush=True)
-    stamp = {
-        "machine": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": a.commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    stamp = stamp_of(a.commit)
     rows: list[dict[str, object]] = []
     baselines: dict[Any, tuple[float, str]] = {}
     mla: dict[str, float] = {}
