@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -113,3 +117,46 @@ def test_serves_what_it_can_write() -> None:
         ("fp4-72", 512, 0, 64),
     ):
         assert not fused.serves(PageLayout(FORMATS[name], k, v, 0, rope))
+
+
+COMPILE = """
+import re
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moe_prefetch.kernels.kv_encode import fused
+from moe_prefetch.kv.format import FORMATS, PageLayout
+dim, outliers = 64, 4
+layout = PageLayout(FORMATS["fp4-quality"], dim, dim, outliers)
+at = {k: v[0] for k, v in layout.offsets.items()}
+constants = dict(N=8, D=dim, OUT=outliers, OUTP=4, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
+                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"])
+types = {"pool_ptr": "*u8", "k_ptr": "*bf16", "v_ptr": "*bf16", "counts_ptr": "*i64"} | dict.fromkeys(
+    ("runs_ptr", "channels_ptr", "table_ptr", "ready_ptr", "out_ptr"), "*i32")
+for name in sys.argv[1:]:
+    kernel = getattr(fused, name)
+    used = {k: v for k, v in constants.items() if k in kernel.arg_names}
+    sig = {n: "constexpr" if n in used else types.get(n, "*fp32") for n in kernel.arg_names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n.endswith("_ptr")}
+    pages = name == "encode_pages"
+    options = {"num_warps": 4 if pages else 1, "enable_fp_fusion": False} | ({"maxnreg": fused.REGISTERS} if pages else {})
+    source = ASTSource(fn=kernel, signature=sig, constexprs=used, attrs=attrs)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx = done.asm["ptx"]
+    print(name, len(done.asm["cubin"]) > 0, len(re.findall("ld.shared.v4.b32", ptx)) >= 4 * dim, len(re.findall("fma.rn.f16x2", ptx)) > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["prepare_book", "append_one"], ["prepare_book True False False", "append_one True False True"]),
+        pytest.param(["encode_pages"], ["encode_pages True True True"], marks=pytest.mark.nightly),
+    ],
+)
+def test_compiles_for_hopper_without_a_gpu(names: list[str], said: list[str]) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, *names], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == said
