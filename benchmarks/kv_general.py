@@ -2,10 +2,10 @@
 
 usage: python benchmarks/kv_general.py --out ROWS.csv [--cases REGEX] [--commit ID] [--share I/N]
 
-As `moe-prefetch bench kv-attend`: medians over CUDA graph replays, caches rotated out of L2, everything from q to the output inside, the error of the same
-run against the naive law. The baseline is torch's fastest SDPA backend over FP16; for MLA the absorbed product in BF16 (two `bmm` and a
-softmax), SDPA with keys of 576 and values of 512 channels, and our own kernel over FP16 pages. `--share I/N` only compiles: the kernels
-of every N-th case, for several processes to fill Triton's cache at once.
+As `moe-prefetch bench kv-attend`: medians over CUDA graph replays, caches rotated out of L2, everything from q to the output inside, the
+error of the same run against the naive law. The baseline is torch's fastest SDPA backend over FP16; for MLA the absorbed product in BF16
+(two `bmm` and a softmax), SDPA with keys of 576 and values of 512 channels, and our own kernel over FP16 pages. `--share I/N` only
+compiles: the kernels of every N-th case, for several processes to fill Triton's cache at once.
 """
 
 from __future__ import annotations
