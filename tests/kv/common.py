@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_prefetch.kernels.kv_encode.records import Book
+from moe_prefetch.kernels.kv_encode.records import Book, book_shares
 from moe_prefetch.kv.format import FORMATS, PageLayout, layout_for
 from moe_prefetch.kv.store import LayerStore
 
@@ -26,7 +26,9 @@ def book(lay: PageLayout, heads: int, seed: int = 0) -> Book:
     )
     rand = lambda d: torch.ones(heads, d) if plain else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
     mean = torch.zeros(heads, lay.k_dim) if plain else torch.randn(heads, lay.k_dim, generator=g)
-    return channels, mean, rand(lay.k_dim), rand(lay.k_dim), rand(lay.v_dim), rand(lay.v_dim)
+    k_gain, k_weight, v_gain, v_weight = (rand(d) for d in (lay.k_dim, lay.k_dim, lay.v_dim, lay.v_dim))
+    k_weight, v_weight = book_shares(k_weight, v_weight, lay)
+    return channels, mean, k_gain, k_weight, v_gain, v_weight
 
 
 def tokens(n: int, heads: int, dim: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

@@ -231,8 +231,8 @@ def test_v_bytes_hold_token_pairs_as_documented() -> None:
 @pytest.mark.parametrize(
     ("name", "digest"),
     [
-        ("fp4-72", "7999b3602cfff388"),
-        ("fp4-quality", "9cf8c8c773ee8ec3"),
+        ("fp4-72", "2f52a14435ad6968"),
+        ("fp4-quality", "392c5dc083e1627d"),
         ("fp8", "deb1e6577ce58927"),
         ("nvfp4", "36b6cc6f0f885b8b"),
         ("mxfp4", "36756a379b9195ea"),
