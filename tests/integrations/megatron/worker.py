@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
 import time
 import traceback
@@ -22,17 +21,11 @@ import torch.multiprocessing as mp
 DEADLINE = timedelta(seconds=90)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _rank(rank: int, world: int, port: int, names: list[str], folder: Path) -> None:
+def _rank(rank: int, world: int, meeting: Path, names: list[str], folder: Path) -> None:
     from tests.integrations.megatron.cases import CASES
 
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=DEADLINE)
+    dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=rank, world_size=world, timeout=DEADLINE)
     for name in names:
         try:
             start = time.process_time()
@@ -50,7 +43,9 @@ def _group(world: int, names: list[str], folder: Path) -> None:
     deaths = 0
     while names:
         try:
-            mp.start_processes(_rank, args=(world, _free_port(), names, folder), nprocs=world, start_method="fork")
+            # A file and not a port: one that was free a moment ago may be another suite's by now.
+            meeting = folder / f"meeting.{world}.{names[0]}.{deaths}"
+            mp.start_processes(_rank, args=(world, meeting, names, folder), nprocs=world, start_method="fork")
             return
         except Exception as error:
             failed = [i for i, n in enumerate(names) if list(folder.glob(f"{n}.*.error"))]
