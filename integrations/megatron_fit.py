@@ -28,13 +28,13 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from moe_prefetch.errors import ReleaseError, SessionError, ShapeError, UnsupportedModelError
+from moe_prefetch.errors import ArtefactError, ReleaseError, SessionError, ShapeError, UnsupportedModelError
 from moe_prefetch.metrics import Metrics
 from moe_prefetch.probes import metrics as figures
 from moe_prefetch.probes.calibrate import fit_temperature
 from moe_prefetch.probes.fit import Report, Scalars, card
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, Residual, RoutingProbe, margins, select
-from moe_prefetch.probes.trainer import FitConfig
+from moe_prefetch.probes.targets import FitConfig
 
 from .megatron import adds_shared, chunks_of, gate, moe_layers, plain_logits, tap
 from .megatron_places import Places, assemble
@@ -121,10 +121,19 @@ class ProbeFit:
         if report.refused and not force:
             raise ReleaseError("the probe is below the stale gate: " + "; ".join(report.refused), where=str(folder),
                                expected="a recall above the unfitted gate", do="train longer; `force` writes it all the same")
+        if left_out := sum(int(c.trainer.unsound) for c in self.chunks):
+            log.warning("%d passes of this rank were left out of the fit: they held values that are not finite", left_out)
+        outcome: list[str | None] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
-            probe.save_pretrained(Path(folder), card=card(report, self), extra={"figures": report.rows})  # type: ignore[arg-type]
+            try:
+                probe.save_pretrained(Path(folder), card=card(report, self), extra={"figures": report.rows})  # type: ignore[arg-type]
+            except Exception as e:  # noqa: BLE001 the other ranks wait to hear of it
+                outcome[0] = f"{type(e).__name__}: {e}"
         if dist.is_initialized():
-            dist.barrier()
+            dist.broadcast_object_list(outcome, 0)
+        if outcome[0] is not None:
+            raise ArtefactError(f"the probe can't be written: {outcome[0]}", where=str(folder), expected="a folder that can be made",
+                                do="call save_pretrained again with another folder; nothing that was learnt is lost")
         return probe
 
 

@@ -81,9 +81,9 @@ class _Rows:
         first = edge - self.horizon + self.lead
         return taps.moe_input_LTD[first : first + taps.logits_LTE.shape[0] - self.lead], taps.logits_LTE[self.lead :]
 
-    def accumulate(self, u_nTD: torch.Tensor, y_nTE: torch.Tensor, gate_nED: torch.Tensor) -> None:
+    def accumulate(self, u_nTD: torch.Tensor, y_nTE: torch.Tensor, gate_nED: torch.Tensor, sound: torch.Tensor) -> None:
         m, r_nTE = self.moments, y_nTE - torch.bmm(u_nTD, gate_nED.mT)
-        m["count"] += u_nTD.shape[1]
+        m["count"] += u_nTD.shape[1] * sound
         m["sum_nD"] += u_nTD.sum(1)
         m["cov"] += torch.bmm(u_nTD.mT, u_nTD) if self.config.whiten else u_nTD.square().sum(1).unsqueeze(2)
         m["cross_nDE"] += torch.bmm(u_nTD.mT, r_nTE)
@@ -163,6 +163,7 @@ class StageTrainer:
         leads = {h: max(0, h - edge) for h in config.horizons}
         self.horizons = [_Rows(layers, experts, hidden, h, leads[h], config, device) for h in config.horizons]
         self.done, self.started = 0, False
+        self.unsound = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def targets(self) -> int:
@@ -177,10 +178,18 @@ class StageTrainer:
                 u, y = h.inputs(taps, self.edge)
                 yield h, unit_rms(u, self.eps), y.float(), gate_nED[h.lead :], norm_nD[h.lead :], gates[h.lead :]
 
+    def _sound(self, taps: StageTaps) -> tuple[StageTaps, torch.Tensor]:
+        """The taps and 1, or zeros and 0 where a value is not finite: such a pass counts as one without tokens (`probes.trainer`)."""
+        parts = [taps.residual_LTD, taps.moe_input_LTD, taps.logits_LTE]
+        sound = torch.stack([t.isfinite().all() for t in parts]).all()
+        self.unsound += ~sound
+        return StageTaps(*(torch.where(sound, t, 0.0) for t in parts)), sound.float()
+
     @torch.no_grad()
     def accumulate(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:
+        taps, sound = self._sound(taps)
         for h, u, y, gate, _, _ in self._inputs(taps, gates):
-            h.accumulate(u, y, gate)
+            h.accumulate(u, y, gate, sound)
 
     @torch.no_grad()
     def start(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:
@@ -190,18 +199,18 @@ class StageTrainer:
         for h in self.horizons:
             h.start(norm_nD[h.lead :], generator, self.group)
             h.moments = {}
-        units, seen = self._units(taps, gates)
+        units, seen = self._units(*self._sound(taps), gates)
         group_sum([units, seen], self.group)
         self._follow(units, seen, 0.0)
         self._begin()
 
-    def _units(self, taps: StageTaps, gates: Sequence[GateSpec]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _units(self, taps: StageTaps, sound: torch.Tensor, gates: Sequence[GateSpec]) -> tuple[torch.Tensor, torch.Tensor]:
         """[horizons, 2, n] of this rank, and [1]: whether it has tokens."""
         units = torch.zeros(len(self.horizons), 2, self.layers, device=self.device)
         if taps.tokens:
             for h, u, y, gate, _, _ in self._inputs(taps, gates):
-                units[self.horizons.index(h)] = h.units(u, y, gate)
-        return units, torch.full((1,), float(taps.tokens > 0), device=self.device)
+                units[self.horizons.index(h)] = h.units(u, y, gate) * sound
+        return units, torch.full((1,), float(taps.tokens > 0), device=self.device) * sound
 
     def _follow(self, units: torch.Tensor, seen: torch.Tensor, decay: float) -> None:
         """Take over what all ranks saw (their sum, and how many saw tokens)."""
@@ -230,9 +239,10 @@ class StageTrainer:
             slot["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
+        taps, sound = self._sound(taps)
         for h, u, y, gate, norm, specs in self._inputs(taps, gates):
             if taps.tokens:
-                loss = h.loss(h.logits(u, h.params, gate, norm), y, specs)
+                loss = h.loss(h.logits(u, h.params, gate, norm), y, specs) * sound
                 loss.backward()
                 total += loss.detach()
         params = self._params()
@@ -240,7 +250,7 @@ class StageTrainer:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = [p.grad for p in params]
         with torch.no_grad():
-            units, seen = self._units(taps, gates)
+            units, seen = self._units(taps, sound, gates)
             group_sum([*grads, units, seen], self.group)
             self._follow(units, seen, FOLLOW)
         if self.group is not None:

@@ -141,9 +141,10 @@ class Targets:
     def stale(self, u_nTW: torch.Tensor) -> torch.Tensor:
         return torch.bmm(u_nTW[..., : self.hidden], self.gate_nED.mT)
 
-    def accumulate(self, u_nTW: torch.Tensor, y_nTE: torch.Tensor) -> None:
+    def accumulate(self, u_nTW: torch.Tensor, y_nTE: torch.Tensor, sound: torch.Tensor) -> None:
+        """`sound` 0 says that the batch is to be left out; its values are zeros then."""
         m, r_nTE = self.moments, y_nTE - self.stale(u_nTW)
-        m["count"] += u_nTW.shape[1]
+        m["count"] += u_nTW.shape[1] * sound
         m["cross_nWE"] += torch.bmm(u_nTW.mT, r_nTE)
         m["sum_nE"] += r_nTE.sum(1)
         m["square_n"] += y_nTE.double().square().sum((1, 2))

@@ -42,6 +42,18 @@ class Trainer:
                 trunk = self.horizons[-1] if h == 2 and self.horizons and self.horizons[-1].horizon == 1 else None
                 self.horizons.append(Targets(self.gates, h, config, self.device, trunk))
         self.done, self.started = 0, False
+        # Batches that were left out because a value was not finite.
+        self.unsound = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def _sound(self, taps: Taps) -> tuple[Taps, torch.Tensor]:
+        """The taps on this device, and 1; or zeros and 0 where a value is not finite: such a batch teaches nothing, and one NaN that got
+        into a weight would stay for good. Decided on the device, without waiting for it."""
+        taps = taps.map(lambda t: t.to(self.device))
+        # Traces without the residual tap hold NaN there, and no target that reads it.
+        read = [taps.moe_input_LTD, taps.logits_LTE] + [taps.residual_LTD] * any(h.horizon == 0 for h in self.horizons)
+        sound = torch.stack([t.isfinite().all() for t in read]).all()
+        self.unsound += ~sound
+        return taps.map(lambda t: torch.where(sound, t, 0.0)), sound.float()
 
     def _inputs(self, taps: Taps) -> list[tuple[Targets, torch.Tensor, torch.Tensor]]:
         eps = self.gates[0].norm_eps
@@ -58,8 +70,9 @@ class Trainer:
     @torch.no_grad()
     def accumulate(self, taps: Taps) -> None:
         """Add a batch to the moments (before `start`)."""
+        taps, sound = self._sound(taps)
         for h, u, y in self._inputs(taps):
-            h.accumulate(u, y)
+            h.accumulate(u, y, sound)
 
     def start(self) -> None:
         """The first weights, from the moments of all ranks."""
@@ -94,8 +107,9 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         targets = 0
+        taps, sound = self._sound(taps)
         for params, (h, u, y) in zip(self.whole([h.params for h in self.horizons]), self._inputs(taps)):
-            loss = h.loss(h.logits(u, params, self.config.dropout), y)
+            loss = h.loss(h.logits(u, params, self.config.dropout), y) * sound
             loss.backward()  # one horizon at a time: its activations are freed before the next
             total += loss.detach()
             targets += len(h.specs)

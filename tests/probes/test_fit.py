@@ -413,3 +413,21 @@ def test_a_covariance_that_rounding_made_indefinite_still_gives_a_start() -> Non
     broken.accumulate(s.taps)
     with pytest.raises(ShapeError, match="not finite"):
         broken.start()
+
+
+def test_a_batch_that_is_not_finite_teaches_nothing() -> None:
+    specs = gates()
+    trainer, good, bad = Trainer(specs, CONFIG), step(specs, 600, 1).taps, step(specs, 600, 2).taps
+    bad.moe_input_LTD[1, 3, 2] = float("nan")
+    bad.logits_LTE[0, 4] = float("-inf")
+    trainer.accumulate(bad)
+    trainer.accumulate(good)
+    trainer.start()
+    trainer.step(good)
+    before = trainer.averages()
+    assert float(trainer.step(bad)) == 0.0
+    assert int(trainer.unsound) == 2
+    for k, v in trainer.averages().items():
+        assert v.isfinite().all()
+        assert (v - before[k]).norm() < 0.3 * before[k].norm() + 0.2, k
+    assert float(trainer.step(good)) > 0
