@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 
 from moe_prefetch.config import FitSection
-from moe_prefetch.errors import MoEPrefetchError, ReleaseError, SessionError, ShapeError
+from moe_prefetch.errors import ArtefactError, MoEPrefetchError, ReleaseError, SessionError, ShapeError
 from moe_prefetch.probes.collect import Collector, Step
 from moe_prefetch.probes.fit import FitConfig, OnlineFit, Taps, Trainer
 from moe_prefetch.probes.fit import finish as write
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, RoutingProbe
 
 HELD_OUT_EVERY = 8  # of so many passes one is kept back
+# What rank 0 tells the others, by its place here; anything else that went wrong is a SessionError to them.
+OUTCOMES: tuple[type[MoEPrefetchError], ...] = (SessionError, ReleaseError, ArtefactError)
 
 
 class ProbeFit:
@@ -112,28 +114,30 @@ class ProbeFit:
         """Stop, judge the probe against the unfitted gate on held-out tokens, write it to `out` (default: fit.out). Call it on every rank;
         rank 0 judges and writes, and gets the probe.
 
-        Raises on every rank ReleaseError (below the unfitted gate; nothing written; `force` writes it), ShapeError on rank 0 and
-        SessionError on the others when too few tokens were seen.
+        Raises on every rank ReleaseError (below the unfitted gate; nothing written; `force` writes it) or ArtefactError (nothing can be
+        written there); ShapeError on rank 0 and SessionError on the others when too few tokens were seen; SessionError on every rank when
+        rank 0 met any other error.
         """
         self.stop()
         error: MoEPrefetchError | None = None
         probe = None
         if not dist.is_initialized() or dist.get_rank() == 0:
-            _follow(self._online.trainer, _gates(self._host))
+            # Whatever goes wrong, the other ranks wait for the outcome.
             try:
+                _follow(self._online.trainer, _gates(self._host))
                 probe = self._judge(Path(out or self.section.out), force)
-            except MoEPrefetchError as e:
-                error = e
-        outcome = torch.tensor([2 if isinstance(error, ReleaseError) else int(error is not None)], device=self._online.trainer.device)
+            except Exception as e:  # noqa: BLE001
+                error = _typed(e, str(out or self.section.out))
+        code = 0 if error is None else next((i for i, kind in enumerate(OUTCOMES, 1) if isinstance(error, kind)), 1)
+        outcome = torch.tensor([code], device=self._online.trainer.device)
         if _world() > 1:
             dist.broadcast(outcome, 0)
         if error is not None:
             raise error
-        if int(outcome) and probe is None:
-            raise (ReleaseError if int(outcome) == 2 else SessionError)(
-                "rank 0 did not write the probe", where=str(out or self.section.out), do="read its error")
+        if int(outcome):
+            raise OUTCOMES[int(outcome) - 1]("rank 0 did not write the probe", where=str(out or self.section.out),
+                                             expected="a probe written by rank 0", do="read its error")
         return probe
-
 
     def _judge(self, out: Path, force: bool) -> RoutingProbe:
         if not self._online.trainer.started or not self._held:
@@ -141,6 +145,16 @@ class ProbeFit:
                              expected=f"more than fit.moment_tokens ({self.section.moment_tokens}) and {HELD_OUT_EVERY} passes",
                              do="train longer, or lower fit.moment_tokens")
         return write(self._online.trainer, {"training": Taps.join(list(self._held))}, out, force=force)
+
+
+def _typed(error: Exception, where: str) -> MoEPrefetchError:
+    if isinstance(error, MoEPrefetchError):
+        return error
+    kind, what = (ArtefactError, "written") if isinstance(error, OSError) else (SessionError, "finished")
+    typed = kind(f"the probe can't be {what}: {type(error).__name__}: {error}", where=where, expected="a folder that can be written",
+                 do="call finish with another folder; what was learnt is still there")
+    typed.__cause__ = error
+    return typed
 
 
 def _world() -> int:

@@ -6,8 +6,8 @@ import pytest
 from tests.integrations.deepspeed.ranks import run
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(500)]
-CASES = {1: ["fitted 0", "fitted 2", "too_short", "after"], 2: ["fitted 0", "fitted 1", "fitted 2", "uneven", "too_short", "autoep"],
-         4: ["fitted 0", "fitted 2"]}
+CASES = {1: ["fitted 0", "fitted 2", "too_short", "unwritable", "after"],
+         2: ["fitted 0", "fitted 1", "fitted 2", "uneven", "too_short", "unwritable", "autoep"], 4: ["fitted 0", "fitted 2"]}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,13 @@ def test_ranks_with_different_numbers_of_tokens(runs):
 def test_a_run_that_was_too_short(runs, world):
     found = [f["error"] for f in of(runs, world, "too_short")]
     assert found == ["ShapeError", "SessionError"][:world]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_rank_is_told_that_nothing_can_be_written(runs, world):
+    for rank, found in enumerate(of(runs, world, "unwritable")):
+        assert found["errors"] == [("ArtefactError", True), ("SessionError", True)]
+        assert found["written"] == (rank == 0)
 
 
 def test_the_fit_begins_after_the_first_passes(runs):

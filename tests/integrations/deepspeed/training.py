@@ -103,6 +103,27 @@ def too_short(rank: int, world: int) -> dict[str, Any]:
     return {"error": ""}
 
 
+def unwritable(rank: int, world: int) -> dict[str, Any]:
+    """A drive that went away while the model learnt: told to every rank, and nothing is lost."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    engine = started(Net(1), config(0), {**FIT, "out": f"{folder[0]}/probe"})
+    train(engine, rank)
+    if rank == 0:
+        Path(folder[0], "probe").write_text("no folder")
+    errors = []
+    for case in ("a file", "a defect"):
+        judge = engine.moe_prefetch._judge
+        if case == "a defect":
+            engine.moe_prefetch._judge = None
+        try:
+            engine.moe_prefetch.finish()
+        except MoEPrefetchError as e:
+            errors.append((type(e).__name__, all((e.what, e.where, e.expected, e.do))))
+        engine.moe_prefetch._judge = judge
+    return {"errors": errors, "written": engine.moe_prefetch.finish(f"{folder[0]}/other") is not None}
+
+
 def after(rank: int, world: int) -> dict[str, Any]:
     engine = started(Net(1), config(0), {**FIT, "out": tempfile.mkdtemp(), "after": 10})
     train(engine, rank, 10)
