@@ -17,6 +17,7 @@ import difflib
 import importlib.metadata
 import inspect
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,7 @@ def init_inference(model: nn.Module, config: Source = None, **kwargs: Any) -> In
     ours, stock = split(config, kwargs)
     stock, named = _without_policies(stock)
     _refuse(contradictions(stock, ours), config)
+    _check_folders(ours)
     settings = _inference_settings(stock)
     if not isinstance(model, nn.Module) or isinstance(model, InferenceEngine | DeepSpeedEngine):
         raise UnsupportedModelError(f"{type(model).__name__} is no plain model", where="init_inference", expected="a torch module",
@@ -143,6 +145,20 @@ def _refuse(problems: list[str], config: Source) -> None:
         raise ConfigError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration: " + "; ".join(problems),
                           problems=tuple(problems), where=str(config) if isinstance(config, str | Path) else "config",
                           do="mend the keys named; `moe-prefetch validate FILE` checks a file")
+
+
+def _check_folders(ours: Config) -> None:
+    """Whether the folders that will be written can be; nothing is made. Every rank asks, so that none waits for one that was refused."""
+    for key, folder in (("experts.path", ours.experts.path), ("fit.out", ours.fit.out if ours.fit is not None else None)):
+        if folder is None:
+            continue
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as e:
+            raise ConfigError(f"{key}: nothing can be written as {folder}: {there}: {e.strerror}", where=f"{SECTION}.{key}",
+                              expected="a new folder, or one that can be written", do="name another folder") from e
 
 
 def _inference_settings(stock: dict[str, Any]) -> DeepSpeedInferenceConfig:
@@ -210,6 +226,7 @@ def initialize(*, model: nn.Module, config: Source = None, args: Any = None, **k
     if isinstance(model, PipelineModule):
         problems.append("model: a PipelineModule runs its stages at different times; fit from traces instead (docs/probes.md)")
     _refuse(problems, source)
+    _check_folders(ours)
     host = open_module(model)
     autoep = stock.get("expert_parallel", {})
     if isinstance(autoep, Mapping) and autoep.get("enabled"):
@@ -253,6 +270,7 @@ def attach_engine(engine: Any, section: Config | None = None) -> ProbeFit | Sess
     if section is None:
         section, stock = split(engine.config if isinstance(engine.config, dict) else {}, {})
         _refuse(contradictions({"train_micro_batch_size_per_gpu": None, **stock}, section), None)
+    _check_folders(section)
     if section.fit is not None:
         engine.moe_prefetch = ProbeFit(open_module(engine.module), section.fit, engine.device)
     else:

@@ -125,6 +125,13 @@ class FitSection(_Section):
     moment_tokens: int = Field(8192, ge=1, description="tokens seen before the first step: they give the ridge start")
     held_out_tokens: int = Field(2048, ge=1, description="tokens kept back to judge the probe")
 
+    @field_validator("out", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is empty; name a folder")
+        return value
+
     @model_validator(mode="after")
     def _fits(self) -> FitSection:
         if self.linear > self.rank:

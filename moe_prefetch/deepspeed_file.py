@@ -103,6 +103,10 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
         found.append("enable_cuda_graph: hooks do not fire in a replayed graph, so nothing would be fetched or kept; drop it")
     if str(stock.get("dtype")) in ("int8", "torch.int8"):
         found.append("dtype: int8 experts have no record layout; use fp32, bf16 or fp16")
+    zero = stock.get("zero")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else getattr(zero, "stage", 0)
+    if stage not in (0, 1, 2):
+        found.append(f"zero.stage: {stage!r} takes routers and experts apart between uses; use stage 0, 1 or 2, or drop it")
     size = _object(stock, "tensor_parallel", "tp").get("tp_size", stock.get("mp_size", 1))
     if isinstance(size, int) and size > 1 and ours.kv.calibration is not None:
         found.append(f"kv.calibration: it describes all heads, but under tensor parallelism each rank holds 1/{size} of them; drop it "

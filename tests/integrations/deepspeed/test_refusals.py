@@ -60,6 +60,7 @@ INFERENCE = [
     ("a key of DeepSpeed of the wrong type", {**ours(), "max_out_tokens": -1}, ConfigError, "max_"),
     ("kernel injection", {**ours(), "replace_with_kernel_inject": True}, ConfigError, "no kernels"),
     ("CUDA graphs", {**ours(), "enable_cuda_graph": True}, ConfigError, "replayed graph"),
+    ("ZeRO 3 in inference", {**ours(), "zero": {"stage": 3}}, ConfigError, "zero.stage"),
     ("more ranks than run", {**ours(), "tensor_parallel": {"tp_size": 64}}, ConfigError, "tp_size is 64"),
     ("calibration under tensor parallelism", {**ours(kv={"format": "fp8", "calibration": "c"}), "mp_size": 2}, ConfigError, "heads"),
     ("a policy class of the older style", {**ours(), "injection_policy": {nn.Linear: OtherPolicy}}, ConfigError, "no policy classes"),
@@ -75,6 +76,7 @@ TRAINING = [
     ("a section that asks for nothing", {**TRAIN, "moe_prefetch": {}}, ConfigError, "asks for nothing"),
     ("fit beside inference", {**TRAIN, "moe_prefetch": {**FIT, "kv": {"format": "fp8"}}}, ConfigError, "keep one of the two"),
     ("fit without a folder", {**TRAIN, "moe_prefetch": {"fit": {}}}, ConfigError, "fit.out"),
+    ("fit into no name", {**TRAIN, "moe_prefetch": {"fit": {"out": ""}}}, ConfigError, "name a folder"),
     ("fit of no size", {**TRAIN, "moe_prefetch": {"fit": {"out": "p", "rank": 0}}}, ConfigError, "fit.rank"),
     ("ZeRO 3", {**TRAIN, "zero_optimization": {"stage": 3}, "moe_prefetch": FIT}, ConfigError, "stage 0, 1 or 2"),
     ("experts beside an optimizer", {**TRAIN, "optimizer": {"type": "Adam"}, "moe_prefetch": {"experts": DISK}}, ConfigError, "optimizer"),
@@ -119,6 +121,24 @@ def test_training(source, error, word):
     with pytest.raises(error, match=word):
         mpd.initialize(model=model, config=source)
     assert picture(model) == before
+
+
+@pytest.mark.parametrize("name", ["afile", "afile/new", "/proc/x"])
+def test_folders_that_cannot_be_written(name, tmp_path):
+    (tmp_path / "afile").write_text("kept")
+    path, model = str(tmp_path / name), small("qwen3_moe")
+    before = picture(model)
+    with pytest.raises(ConfigError, match=r"experts\.path: nothing can be written"):
+        mpd.init_inference(model, {"dtype": "bf16", "moe_prefetch": {"experts": {**DISK, "path": path}}})
+    with pytest.raises(ConfigError, match=r"fit\.out: nothing can be written"):
+        mpd.initialize(model=model, config={**TRAIN, "moe_prefetch": {"fit": {"out": path}}})
+    assert picture(model) == before and (tmp_path / "afile").read_text() == "kept"
+
+
+def test_folders_to_be_made_are_not_made_yet(tmp_path):
+    with pytest.raises(AssertionError, match="DeepSpeed was called"):
+        mpd.init_inference(small(), ours(experts={**DISK, "path": str(tmp_path / "a" / "b")}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tables_are_long_enough():
