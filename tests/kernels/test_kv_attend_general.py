@@ -32,7 +32,8 @@ def compare(args: list[Any], kw: dict[str, Any], bound: float = 1e-3) -> None:
     assert torch.equal(seen, lse.isfinite())
     assert bool((out[~seen] == 0).all())
     assert relative(out, want) < bound
-    assert float((lse - want_lse)[seen].abs().max()) < 5e-3
+    # Queries are rounded to FP16: an error of a score grows with the score.
+    assert bool(((lse - want_lse).abs() < 5e-3 + 2e-4 * want_lse.abs())[seen].all())
 
 
 @pytest.mark.parametrize("dim", [80, 112, 128, *(pytest.param(d, marks=pytest.mark.nightly) for d in (64, 96, 192, 256))])
