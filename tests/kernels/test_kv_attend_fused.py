@@ -120,7 +120,7 @@ def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(seen, lse.isfinite())
     assert bool((out[~seen] == 0).all())
     assert float((out - want).norm() / want.norm()) < 2.5e-3
-    assert float((lse - want_lse)[seen].abs().max()) < 2e-2
+    assert bool(((lse - want_lse).abs() < 2e-2 + 2e-4 * want_lse.abs())[seen].all())
 
 
 def test_peaky_scores() -> None:
