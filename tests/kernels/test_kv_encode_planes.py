@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_prefetch.kernels.kv_encode import fused
+from moe_prefetch.kernels.kv_encode import fused, op
 from moe_prefetch.kernels.kv_encode import general as others
 from moe_prefetch.kernels.kv_encode import general_planes as general
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
@@ -50,8 +50,10 @@ def test_bytes_equal_the_law(layout: PageLayout, chunks: list[int], dtype: torch
         assert torch.equal(law, ours), f"bytes that differ: {parts}"
 
 
-def test_each_layout_takes_the_first_encoder_that_writes_it() -> None:
+def test_each_layout_takes_the_first_encoder_that_writes_it_once_that_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
+    assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 128, 128, 4)) is None, "the law, until a GPU has shown the same bytes"
+    monkeypatch.setattr(op, "PROVEN", ("fused", "general", "general_planes"))
     assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 128, 128, 4)) is fused.encode
     assert fused_for(gpu, PageLayout(FORMATS["fp8"], 80, 80)) is others.encode
     assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 80, 80, 3)) is general.encode
