@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from moe_prefetch.errors import ShapeError
 from moe_prefetch.probes.probe import GateSpec, residual_logits
-from moe_prefetch.probes.targets import FitConfig, batched_hits, batched_margins, kl, unit_rms
+from moe_prefetch.probes.targets import FitConfig, batched_hits, batched_margins, kl, unit_rms, whitening
 from moe_prefetch.probes.trainer import make_adamw, schedule
 
 LOWEST_RATE = 0.1  # share of the peak: a router that goes on moving must be followed after the schedule's end
@@ -102,11 +102,9 @@ class _Rows:
         if self.config.whiten:
             cov = m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
             cross = m["cross_nDE"] / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
-            floor = 5e-4 * cov.diagonal(dim1=1, dim2=2).median(-1).values.clamp_min(1e-12)
-            eye = torch.eye(d, dtype=torch.float64, device=cov.device).expand(n, d, d)
-            white = torch.linalg.solve_triangular(torch.linalg.cholesky(cov + floor.view(-1, 1, 1) * eye), eye, upper=False)
-            self.white[lead:] = white.float()
-            left, strength, right = torch.linalg.svd((torch.bmm(white, cross) / (1 + self.config.ridge)).cpu(), full_matrices=False)
+            self.white[lead:] = whitening(cov)
+            solution = torch.bmm(self.white[lead:].double(), cross) / (1 + self.config.ridge)
+            left, strength, right = torch.linalg.svd(solution.cpu(), full_matrices=False)
             k = min(self.config.linear, strength.shape[-1])
             root = strength[:, :k].clamp_min(1e-12).sqrt()
             rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)

@@ -165,7 +165,7 @@ class Targets:
             mean = m["sum_nW"] / c * norm
             self.mean_nW = mean.float()
             if self.config.whiten:
-                self.white = _whitening(m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1))
+                self.white = whitening(m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1))
             else:
                 var = (m["cov"].squeeze(2) / c * norm.square() - mean.square()).clamp_min(0)
                 self.white = (var + 5e-4 * var.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
@@ -220,7 +220,7 @@ def start_units(groups: Sequence[Targets], solutions: Sequence[torch.Tensor | No
     rows[:, k:] = (torch.randn(n, rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
 
 
-def _whitening(cov_nWW: torch.Tensor) -> torch.Tensor:
+def whitening(cov_nWW: torch.Tensor) -> torch.Tensor:
     """W = L^-1 of the Cholesky factor, so that W x has unit covariance. The floor keeps directions without variance from being blown up;
     it rises where rounding made a covariance indefinite."""
     n, d, _ = cov_nWW.shape
