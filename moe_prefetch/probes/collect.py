@@ -18,8 +18,10 @@ class Step:
     ids_TLK: torch.Tensor
     start_T: torch.Tensor
 
-    def taps_with_past(self, eps: float) -> Taps:
-        """The taps, and for each token the recent past of the residual; `eps` is that of the model's norms."""
+    def taps_with_past(self, eps: float | None) -> Taps:
+        """The taps, and for each token the recent past of the residual; `eps` is that of the model's norms, None asks for no past."""
+        if eps is None:
+            return self.taps
         residual = self.taps.residual_LTD
         return replace(self.taps, past_LTD=recent_past(unit_rms(residual, eps), self.start_T).to(residual.dtype))
 

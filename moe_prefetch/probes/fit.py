@@ -84,8 +84,7 @@ def batches(source: Source, size: int, epoch: int, seed: int, past_eps: float | 
     left = max(1, source.tokens // (size * world))
     while True:
         for i in torch.randperm(len(mine), generator=generator).tolist():
-            step = source.shard(mine[i])
-            taps = step.taps if past_eps is None else step.taps_with_past(past_eps)
+            taps = source.shard(mine[i]).taps_with_past(past_eps)
             order = torch.randperm(taps.tokens, generator=generator)
             for start in range(0, max(1, taps.tokens - size + 1), size):
                 yield taps.take(order[start : start + size])
@@ -235,7 +234,7 @@ class OnlineFit:
     @torch.inference_mode(False)
     def _take(self, step: Step) -> None:
         # Clones made outside inference mode: a model run under it hands out tensors that autograd refuses.
-        taps = (step.taps_with_past(self.past_eps) if self.past_eps is not None else step.taps).map(torch.clone)
+        taps = step.taps_with_past(self.past_eps).map(torch.clone)
         self.passes += 1
         if self.passes % self.held_out_every == 0 and sum(t.tokens for t in self._held) < self.held_out_tokens:
             self._held.append(taps)

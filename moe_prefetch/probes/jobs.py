@@ -112,23 +112,19 @@ class _Split:
         return sum(trace.manifest["shards"][i]["tokens"] for trace, i in self.parts)
 
 
-def _taps(step: Step, past_eps: float | None) -> Taps:
-    return step.taps if past_eps is None else step.taps_with_past(past_eps)
-
-
 def split(traces: Sequence[Trace], held_out: Sequence[Trace], past_eps: float | None = None) -> tuple[Source, dict[str, Taps]]:
     """Training shards and held-out taps per domain (a trace is a domain, named by its folder), with the recent past where `past_eps` is
     given. Without traces for it, the last tenth of every trace's shards is held out. Raises ConfigError when a trace has a single
     shard."""
     parts: list[tuple[Trace, int]] = []
-    held = {t.folder.name: _taps(t.all(), past_eps) for t in held_out}
+    held = {t.folder.name: t.all().taps_with_past(past_eps) for t in held_out}
     for trace in traces:
         keep = 0 if held_out else max(1, len(trace) // 10)
         if keep >= len(trace):
             raise ConfigError("the trace has too few shards to hold one out", where=str(trace.folder), do="record more, or give --held-out")
         parts += [(trace, i) for i in range(len(trace) - keep)]
         if keep:
-            steps = [_taps(trace.shard(i), past_eps) for i in range(len(trace) - keep, len(trace))]
+            steps = [trace.shard(i).taps_with_past(past_eps) for i in range(len(trace) - keep, len(trace))]
             held[trace.folder.name] = Taps.join(steps)
     return _Split(parts), held
 
@@ -164,7 +160,7 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
             deadline = runtime.now() + QUICK_RECORD_S
             kept = max(1, QUICK_HELD_OUT // QUICK_WINDOW)
             record(loaded, windows[pick[-kept:]], steps.append, progress=progress)
-            held, steps = {"documentation": Taps.join([_taps(s, past_eps) for s in steps])}, []
+            held, steps = {"documentation": Taps.join([s.taps_with_past(past_eps) for s in steps])}, []
             record(loaded, windows[pick[:-kept]], steps.append, progress=progress,
                    stop=lambda: runtime.now() > deadline and len(steps) >= 16)
             source: Source = Memory(steps)
