@@ -90,7 +90,7 @@ def test_a_prefill_chunk_reads_its_own_keys_unrounded() -> None:
     out, _ = attend_chunk(s, q, k, v, scale=SCALE)
     pos = torch.arange(300)[None]
     want, _ = softmax_attention(q, k, v, pos, pos, scale=SCALE)
-    assert torch.allclose(out, want, atol=1e-6)
+    assert torch.allclose(out, want, atol=1e-5)
 
 
 def test_rows_may_bring_different_numbers_of_queries() -> None:
@@ -104,7 +104,7 @@ def test_rows_may_bring_different_numbers_of_queries() -> None:
         one = store("fp4-quality")
         one.append(k[b : b + 1], v[b : b + 1])
         alone, _ = attend(one, q[b : b + 1, :, :t], scale=SCALE)
-        assert torch.allclose(out[b, :, :t], alone[0], atol=1e-6)
+        assert torch.allclose(out[b, :, :t], alone[0], atol=1e-5)
         assert bool((out[b, :, t:] == 0).all()) and bool((lse[b, :, t:] == -torch.inf).all())
 
 
@@ -124,7 +124,7 @@ def test_parts_merge_by_log_sum_exp(cut: int) -> None:
     whole = softmax_attention(q, k, v, at, pos, scale=SCALE)
     a, b = (softmax_attention(q, k[:, :, x], v[:, :, x], at, pos[:, x], scale=SCALE) for x in (slice(0, cut), slice(cut, 100)))
     for got, want in zip(merge(*a, *b), whole, strict=True):
-        assert torch.allclose(got, want, atol=1e-6)
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_centring_keys_does_not_move_the_answer() -> None:

@@ -40,7 +40,7 @@ def test_steps_equal_the_paged_store(name: str, prompt: int) -> None:
         assert torch.equal(got[:, :, : prompt + 60], want) and bool((got[:, :, prompt + 60 :] == 0).all())
     q = torch.randn(2, 4, 1, 64)
     for got, want in zip(static.attend(q, scale=0.1), attend(paged, q, scale=0.1), strict=True):
-        assert torch.allclose(got, want, atol=1e-6)
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_a_rejected_draft_leaves_no_trace() -> None:

@@ -122,7 +122,7 @@ def test_forecast_is_a_probability_and_bad_rows_stay_in_their_row() -> None:
     good = [0, 1, 3, 5]
     assert p.dtype == torch.float32 and bool(((p[good] >= 0) & (p[good] <= 1)).all())
     assert bool(p[2].isnan().all()) and bool(p[4].isnan().all())
-    assert torch.allclose(p[good], probe.forecast(0, 2, x[good]), atol=1e-6)
+    assert torch.allclose(p[good], probe.forecast(0, 2, x[good]), atol=1e-5)
     q = quantise_union(p)
     assert len(q) == E and all(0 <= v <= PROB_ONE for v in q)
     assert all(abs(a - b) <= 1 for a, b in zip(q, quantise_union(p[good])))

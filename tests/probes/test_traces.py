@@ -156,7 +156,7 @@ def test_collector_sees_what_the_model_computed(family: str) -> None:
         assert gate.shared == (family == "qwen2_moe")
         with torch.no_grad():
             shared = torch.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x) if gate.shared else torch.zeros(())
-        torch.testing.assert_close(s.taps.moe_input_LTD[layer], stream[layer] + shared, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(s.taps.moe_input_LTD[layer], stream[layer] + shared, rtol=1e-5, atol=1e-5)
 
 
 def test_the_recent_past_is_what_decoding_would_carry() -> None:
