@@ -1,6 +1,6 @@
 """Megatron-core 0.16.1 to 0.19: our router and MoE layer by spec, and taps of a model as it trains.
 
-    spec = with_prefetch(get_gpt_layer_local_spec(num_experts=64))
+    spec = with_prefetch(get_gpt_layer_local_spec(num_experts=64, normalization="RMSNorm"))
 
 `with_prefetch` takes the spec of a layer, a block or an MTP block and returns a copy whose MoE layers and routers are subclasses of what
 stood there. They override steps (`route`, `gating`) and never `forward`, since the 1F1B overlap of Megatron calls the steps itself. Until
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -23,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import Listener
 
@@ -148,7 +149,7 @@ class _Converter:
             return node if inner is node.submodules else dataclasses.replace(node, submodules=inner)
         if isinstance(node, functools.partial):
             if isinstance(node.func, type) and issubclass(node.func, MoELayer):
-                keywords = {**node.keywords, **self.extra, "submodules": self._submodules(node.keywords["submodules"])}
+                keywords = {**node.keywords, **self.extra, "submodules": self._submodules(node.keywords.get("submodules"))}
                 return functools.partial(self._moe(node.func), *node.args, **keywords)
             return node
         if isinstance(node, list | tuple):
@@ -165,6 +166,9 @@ class _Converter:
         return _with_steps(base, MoESteps, MoELayer, PrefetchMoELayer)
 
     def _submodules(self, submodules: Any) -> Any:
+        if not dataclasses.is_dataclass(submodules) or isinstance(submodules, type) or not hasattr(submodules, "router"):
+            raise UnsupportedModelError(f"its MoE layer has the submodules {submodules!r}", where="with_prefetch", expected="MoESubmodules",
+                                        do="pass a spec as get_gpt_layer_local_spec makes it")
         return dataclasses.replace(submodules, router=_router(submodules.router))
 
 
@@ -175,8 +179,11 @@ def with_prefetch(spec: Any, *, pg_collection: Any = None) -> Any:
     pg_collection  the process groups the model is built with, where they are not the global ones; needed for 0.16.1 only, which does not
                    pass them to a subclass of MoELayer
 
-    Raises UnsupportedModelError when there is no MoE layer in it, or one with a router that is no TopKRouter.
+    Raises UnsupportedModelError when there is no MoE layer in it, or one with a router that is no TopKRouter; ConfigError.
     """
+    if pg_collection is not None and not isinstance(pg_collection, ProcessGroupCollection):
+        raise ConfigError(f"pg_collection is a {type(pg_collection).__name__}", where="with_prefetch", expected="a ProcessGroupCollection",
+                          do="pass the groups that the model is built with, or leave it out")
     convert = _Converter(pg_collection)
     out = convert(spec)
     if not convert.count:
@@ -189,6 +196,9 @@ def with_prefetch(spec: Any, *, pg_collection: Any = None) -> Any:
 def moe_layers(chunk: nn.Module) -> list[TransformerLayer]:
     """The decoder layers of one chunk whose MoE layer is ours, in order; layers for multi-token prediction are left out. Raises
     UnsupportedModelError."""
+    if not isinstance(chunk, nn.Module):
+        raise UnsupportedModelError(f"a {type(chunk).__name__} is no model", where="Megatron-core",
+                                    expected="a GPTModel, or the list of its chunks", do="pass the model")
     mtp = [name + "." for name, m in chunk.named_modules() if isinstance(m, MultiTokenPredictionLayer)]
     found = [m for name, m in chunk.named_modules() if isinstance(m, TransformerLayer) and isinstance(m.mlp, MoELayer)
              and not name.startswith(tuple(mtp))]
@@ -209,8 +219,11 @@ def gate(layer: TransformerLayer) -> GateSpec:
     faults = []
     function = c.moe_router_score_function
     groups, chosen = c.moe_router_num_groups or 1, c.moe_router_group_topk or c.moe_router_num_groups or 1
-    if c.normalization != "RMSNorm" or isinstance(norm, IdentityOp):
-        faults.append("the norm before its experts is no RMSNorm")
+    if isinstance(norm, IdentityOp):
+        faults.append("there is no norm of its own before its experts, so no RMSNorm to read")
+    elif c.normalization != "RMSNorm":
+        faults.append(f"the norm before its experts is {c.normalization}, no RMSNorm; give normalization=\"RMSNorm\" to TransformerConfig "
+                      "and to the layer spec (Megatron's default is LayerNorm)")
     if function not in ("softmax", "sigmoid") and (groups > 1 or router.expert_bias is not None):
         faults.append(f"score function {function} with groups or a bias")
     if chosen < groups and c.moe_router_topk // chosen != (2 if function == "sigmoid" else 1):
@@ -220,7 +233,8 @@ def gate(layer: TransformerLayer) -> GateSpec:
     if c.cuda_graph_impl != "none":
         faults.append("CUDA graphs, in which no Python code runs")
     if faults:
-        raise UnsupportedModelError("; ".join(faults), where=f"layer {layer.layer_number}", do="fit the probes from a trace of the model")
+        raise UnsupportedModelError("; ".join(faults), where=f"layer {layer.layer_number}",
+                                    expected="RMSNorm and a top-k router that probes know", do="change the model's configuration")
     bias = router.expert_bias if router.expert_bias is not None else getattr(router, "bias", None)
     if getattr(router, "qb_beta", None) is not None:
         bias = -router.qb_beta  # quantile balancing selects on logits - beta

@@ -15,25 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from moe_prefetch.errors import ShapeError
+from moe_prefetch.errors import ArtefactError, ShapeError
 from moe_prefetch.probes.probe import GateSpec, residual_logits
-from moe_prefetch.probes.targets import FitConfig, batched_hits, batched_margins, kl, unit_rms, whitening
+from moe_prefetch.probes.targets import FitConfig, all_sum, batched_hits, batched_margins, kl, unit_rms, whitening
 from moe_prefetch.probes.trainer import make_adamw, schedule
 
 LOWEST_RATE = 0.1  # share of the peak: a router that goes on moving must be followed after the schedule's end
 FOLLOW = 0.9  # decay of the units that the loss is measured in
 PARAMS = ("white_nRD", "shift_nR", "up_nER", "out_nE")
 CONSTANTS = ("white", "mean_nD", "var_n", "stale_n")
-
-
-def group_sum(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Sum in place over the ranks of a stage; one collective."""
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat, group=group)
-    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-        t.copy_(part.view_as(t))
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +85,9 @@ class _Rows:
         n, d, _ = m["cross_nDE"].shape
         if n == 0:
             return
-        group_sum(list(m.values()), group)
-        c, norm, mean_e = m["count"], norm_nD.double(), m["sum_nE"] / m["count"]
+        all_sum(list(m.values()), group)
+        c, norm = m["count"].clamp_min(1.0), norm_nD.double()
+        mean_e = m["sum_nE"] / c
         mean, rows, k = m["sum_nD"] / c * norm, self.params["white_nRD"][lead:], 0
         self.mean_nD[lead:] = mean.float()
         if self.config.whiten:
@@ -127,10 +118,12 @@ class _Rows:
         return torch.bmm(u_nTD, gate_nED.mT) + residual_logits(u_nTD, down * norm_nD.unsqueeze(1), *rest, linear=self.config.linear)
 
     def loss(self, z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
-        """Mean over tokens, sum over targets: KL in units of the stale gate's, and the binary term at the top-k boundary."""
-        loss = (kl(z_nTE, y_nTE) / self.stale_n[self.lead :]).sum()
+        """Mean over tokens, sum over targets: KL in units of the stale gate's, and the binary term at the top-k boundary. Without a
+        gradient as long as no rank has seen the units (the start's own tokens were all padding, say)."""
+        stale, var = (torch.where(t > 0, t, float("inf"))[self.lead :] for t in (self.stale_n, self.var_n))
+        loss = (kl(z_nTE, y_nTE) / stale).sum()
         if self.config.rank_weight:
-            width = (self.config.tau * self.var_n[self.lead :].sqrt()).view(-1, 1, 1)
+            width = (self.config.tau * var.sqrt()).view(-1, 1, 1)
             m_z, m_y = batched_margins(z_nTE, specs), batched_margins(y_nTE, specs)
             loss = loss + self.config.rank_weight * F.binary_cross_entropy_with_logits(
                 m_z / width, (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
@@ -144,19 +137,24 @@ class _Rows:
         return out
 
 
+def check_config(config: FitConfig) -> None:
+    """Raises ShapeError for what is not for a fit beside training."""
+    if config.dropout or not isinstance(config.rank, int) or config.past:
+        raise ShapeError(f"dropout {config.dropout}, rank {config.rank}, or an input from the past", where="FitConfig",
+                         expected="no dropout (it draws from the model's random stream), one rank, and no past (a step takes rows here "
+                         "and there of a sequence)", do="leave them out of the FitConfig")
+
+
 class StageTrainer:
     """Life: `accumulate` some passes, `start`, then `step`. All ranks of `group` must make the same calls; each feeds its own tokens.
 
     layers     MoE layers of this chunk of the model          edge  layers of the chunk before whose MoE input comes with the taps (0 to 2)
-    config     `dropout` is not for training alongside: it would draw random numbers
+    config     see `check_config`
     """
 
     def __init__(self, layers: int, experts: int, hidden: int, eps: float, config: FitConfig, device: torch.device, group: Any,
                  edge: int) -> None:
-        if config.dropout or not isinstance(config.rank, int) or config.past:
-            raise ShapeError(f"dropout {config.dropout}, rank {config.rank}, or an input from the past", where="StageTrainer",
-                             expected="no dropout (it draws from the model's random stream), one rank, and no past (a step takes rows here "
-                             "and there of a sequence)", do="leave them out of the FitConfig")
+        check_config(config)
         self.layers, self.eps, self.config, self.device, self.group, self.edge = layers, eps, config, device, group, edge
         leads = {h: max(0, h - edge) for h in config.horizons}
         self.horizons = [_Rows(layers, experts, hidden, h, leads[h], config, device) for h in config.horizons]
@@ -198,7 +196,7 @@ class StageTrainer:
             h.start(norm_nD[h.lead :], generator, self.group)
             h.moments = {}
         units, seen = self._units(*self._sound(taps), gates)
-        group_sum([units, seen], self.group)
+        all_sum([units, seen], self.group)
         self._follow(units, seen, 0.0)
         self._begin()
 
@@ -212,9 +210,10 @@ class StageTrainer:
 
     def _follow(self, units: torch.Tensor, seen: torch.Tensor, decay: float) -> None:
         """Take over what all ranks saw (their sum, and how many saw tokens)."""
-        weight = (1 - decay) * seen.clamp(max=1.0)
         mean = units / seen.clamp_min(1.0)
         for h, (var, stale) in zip(self.horizons, mean):
+            # What was never seen is taken over whole.
+            weight = torch.where(h.stale_n > 0, 1 - decay, 1.0) * seen.clamp(max=1.0)
             h.var_n.lerp_(var.clamp_min(1e-12), weight)
             h.stale_n.lerp_(stale.clamp_min(1e-9), weight)
 
@@ -249,7 +248,7 @@ class StageTrainer:
         grads = [p.grad for p in params]
         with torch.no_grad():
             units, seen = self._units(taps, sound, gates)
-            group_sum([*grads, units, seen], self.group)
+            all_sum([*grads, units, seen], self.group)
             self._follow(units, seen, FOLLOW)
         if self.group is not None:
             torch._foreach_div_(grads, dist.get_world_size(self.group))
@@ -294,15 +293,42 @@ class StageTrainer:
                                                   for s, h in zip(slots, self.horizons)])
         return {k: v.detach().clone() for k, v in out.items()}
 
-    @torch.no_grad()
-    def load_layer_state(self, layer: int, state: dict[str, torch.Tensor]) -> None:
-        """The reverse of `layer_state`, for one layer after the other. Raises ShapeError when it belongs to other settings."""
+    def check_layer_state(self, layer: int, state: dict[str, torch.Tensor], where: str) -> int:
+        """Steps that a saved layer has made, -1 before the start. Takes nothing over. Raises, each with the key: ShapeError when it
+        belongs to other settings, ArtefactError when it is damaged."""
         have = self.layer_state(layer)
-        wrong = [k for k, v in have.items() if k not in state or tuple(state[k].shape) != tuple(v.shape)]
+
+        def damaged(key: str, what: str, expected: str) -> ArtefactError:
+            return ArtefactError(f"the probe's state is damaged: {key} {what}", where=where + key, expected=expected,
+                                 do="load another checkpoint, or start the probes anew: ProbeFit(..., anew=True)")
+
+        for k in sorted(have.keys() ^ state.keys()):
+            raise damaged(k, "is not there" if k in have else "belongs to no probe", "the keys that were saved")
+        strange = [k for k, v in state.items() if not isinstance(v, torch.Tensor) or v.dtype != have[k].dtype]
+        if strange:
+            raise damaged(strange[0], "is no tensor of its type", str(have[strange[0]].dtype))
+        wrong = [k for k, v in have.items() if state[k].shape != v.shape]
         if wrong:
-            raise ShapeError(f"the saved probe does not fit: {', '.join(wrong)}", where=f"layer {layer}",
+            raise ShapeError(f"the saved probe does not fit: {', '.join(wrong)}", where=where,
                              expected=str({k: tuple(have[k].shape) for k in wrong}), do="use the FitConfig that it was saved with")
         done = int(state["done"][0])
+        if done < -1:
+            raise damaged("done", f"is {done}", "a count of steps, or -1 before the start")
+        for k, v in state.items():
+            if not bool(v.isfinite().all()):
+                raise damaged(k, "holds values that are not finite", "finite numbers")
+            if k.partition(".")[0] in ("var_n", "stale_n", "exp_avg_sq") and bool((v < 0).any()):
+                raise damaged(k, "holds negative values", "none")
+            # Before the start nothing is there, and before the first step the optimiser has no moments.
+            empty = k != "done" if done == -1 else done == 0 and k.startswith("exp_avg")
+            if empty and bool(v.any()):
+                raise damaged(k, f"holds values, and done says {done}", "zeros, or another count of steps")
+        return done
+
+    @torch.no_grad()
+    def load_layer_state(self, layer: int, state: dict[str, torch.Tensor]) -> None:
+        """The reverse of `layer_state`, for one layer after the other. Raises as `check_layer_state`, before anything is taken over."""
+        done = self.check_layer_state(layer, state, f"layer {layer}: ")
         if done < 0:
             return
         if not self.started:

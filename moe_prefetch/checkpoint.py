@@ -14,6 +14,8 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +28,9 @@ from .runtime import REAL, Runtime
 
 MAX_JSON = 64 << 20
 MAX_HEADER = 100 << 20
+_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+           "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+           "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 def contained(root: Path, name: str) -> Path:
@@ -226,6 +231,90 @@ def read_span(path: Path, offset: int, nbytes: int) -> bytearray:
                                 do="the file was cut short: record it again")
         f.seek(offset)
         return bytearray(f.read(nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a safetensors file: its place there, nothing read yet."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _stored_in(path: Path) -> dict[str, Stored]:
+    """What a safetensors file says it holds, every place checked to lie in the file. Tensors of a dtype that torch lacks are left out."""
+    with _open_regular(path) as f:
+        size, head = os.fstat(f.fileno()).st_size, f.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(MAX_HEADER, size - 8):
+            raise ArtefactError("not a safetensors file, or truncated", where=str(path), expected="a header length within the file",
+                                do="make or fetch the file again")
+        data = f.read(length)
+    out, spans = {}, []
+    try:
+        for name, entry in json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys).items():
+            if name == "__metadata__":
+                continue
+            shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+            if any(type(n) is not int or not 0 <= n < 1 << 48 for n in (*shape, start, end)) or end > size - 8 - length:
+                raise ValueError(f"{name} lies outside of the file")
+            spans.append((start, end))
+            if entry["dtype"] in _STORED:
+                out[name] = Stored(path, _STORED[entry["dtype"]], shape, 8 + length + start)
+                if out[name].nbytes != end - start:
+                    raise ValueError(f"{name} has {end - start} bytes, its shape and dtype say {out[name].nbytes}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise ArtefactError(f"its header is not valid: {e}", where=str(path), do="make or fetch the file again") from e
+    spans.sort()
+    if any(a[1] > b[0] for a, b in zip(spans, spans[1:], strict=False)):
+        raise ArtefactError("two of its tensors lie over each other", where=str(path), do="make or fetch the file again")
+    return out
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint folder by name: every `*.safetensors` that its index names, or without an index every one there.
+
+    Raises ArtefactError: a shard is missing or damaged, leaves the folder, or holds a name twice.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        said = read_json(index)
+        files = said.get("weight_map") if isinstance(said, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(n, str) for n in files.values()):
+            raise ArtefactError("no weight_map", where=str(index), expected="names of tensors and files", do="fetch the checkpoint again")
+        names = sorted(set(files.values()))
+    else:
+        files, names = None, sorted(p.name for p in folder.glob("*.safetensors"))
+    out: dict[str, Stored] = {}
+    for name in names:
+        # Hugging Face's cache keeps files as links to blobs beside the folder: what a link leads to is checked to be a file.
+        path = folder / name if (folder / name).is_symlink() and name == os.path.basename(name) else contained(folder, name)
+        found = _stored_in(path)
+        if twice := out.keys() & found.keys():
+            raise ArtefactError(f"{sorted(twice)[0]} stands in two files", where=str(path), do="keep one checkpoint a folder")
+        out.update(found)
+    if files is not None and (missing := files.keys() - out.keys()):
+        raise ArtefactError(f"{sorted(missing)[0]} is in no file", where=str(index), expected=files[sorted(missing)[0]],
+                            do="fetch the checkpoint again")
+    return out
+
+
+def read_stored(entry: Stored, row: int | None = None) -> torch.Tensor:
+    """A tensor, or one row of its first axis, in memory of its own. Raises ArtefactError: the file was cut short."""
+    if row is not None and not (entry.shape and 0 <= row < entry.shape[0]):
+        raise ArtefactError(f"no row {row}", where=str(entry.path), expected=f"a tensor of more than {row} rows", do="check the checkpoint")
+    shape = entry.shape if row is None else entry.shape[1:]
+    nbytes = prod(shape) * entry.dtype.itemsize
+    if nbytes == 0:
+        return torch.zeros(shape, dtype=entry.dtype)
+    data = read_span(entry.path, entry.offset + (row or 0) * nbytes, nbytes)
+    return torch.frombuffer(data, dtype=torch.uint8).view(entry.dtype).view(shape)
 
 
 def load_arrays(path: Path, *, cap: int = 1 << 30) -> dict[str, torch.Tensor]:

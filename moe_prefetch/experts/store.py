@@ -1,8 +1,8 @@
 """Experts at home: one contiguous aligned record per expert (all its parts), in memory or in a file.
 
-Record file, version 1: a folder with `manifest.json` (geometry, digests) and `records-<16 hex digits>.bin`, record (layer, expert) at
-(layer * num_experts + expert) * record_bytes. Parts start at multiples of 64 bytes, records at multiples of 4096. The manifest is
-written last and names the file, so an interrupted build leaves the old pair or none.
+Record file, version 2: a folder with `manifest.json` (geometry, digests) and `records-<16 hex digits>.bin`, record (layer, expert) at
+(layer * num_experts + expert) * record_bytes, each as `kernels/expert_mlp/record.py` has it. The manifest is written last and names the
+file, so an interrupted build leaves the old pair or none.
 """
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,71 +20,24 @@ import torch
 
 from .. import checkpoint
 from ..errors import ArtefactError, DeadlineError, UnsupportedModelError
+from ..kernels.expert_mlp.record import Piece, RecordLayout
 from ..runtime import ALIGN, Runtime
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 1, "manifest.json"
-PAGE = 4096
+FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 2, "manifest.json"
 REBUILD = "delete the folder; it is rebuilt from the model at the next attach"
 _DIGEST, _FILE = re.compile("[0-9a-f]{64}"), re.compile(r"records-[0-9a-f]{16}\.bin")
 _LEFTOVER = re.compile(r"\.(records-[0-9a-f]{16}\.bin|manifest\.json)\.[0-9a-f]{12}\.tmp")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor of a record: its place in bytes from the record's start."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class RecordLayout:
-    """Where each part of an expert lies in its record. The same for every expert of a store."""
-
-    parts: tuple[Part, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> RecordLayout:
-        parts, offset = [], 0
-        for name, t in tensors.items():
-            part = Part(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), offset)
-            if part.dtype not in DTYPES:
-                raise UnsupportedModelError(f"experts of dtype {part.dtype} can't be stored yet", where=name, expected=", ".join(DTYPES),
-                                            do="convert the model")
-            parts.append(part)
-            offset += -(-part.nbytes // ALIGN) * ALIGN
-        return cls(tuple(parts), -(-offset // PAGE) * PAGE)
-
-    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Parts of the record in a uint8 buffer of at least `nbytes`, without a copy."""
-        return {p.name: buffer[p.offset : p.offset + p.nbytes].view(DTYPES[p.dtype]).view(p.shape) for p in self.parts}
-
-    def pack(self, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy `tensors` (any strides) into a uint8 buffer."""
-        for name, view in self.views(buffer).items():
-            view.copy_(tensors[name])
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [{"name": p.name, "shape": list(p.shape), "dtype": p.dtype, "offset": p.offset} for p in self.parts]
 
 
 class ExpertSource(Protocol):
-    """Where experts come from and go back to: a live model, seen through an integration."""
+    """Where experts come from and go back to: a live model seen through an integration, experts modules, a checkpoint."""
 
     num_layers: int
     num_experts: int
 
-    def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+    def tensors(self, layer: int, expert: int) -> Mapping[str, Piece]:
         """The expert's parts, in record order."""
 
 
@@ -101,20 +52,22 @@ class LocalStore:
     def views(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """An expert's parts, valid until the next call. BLAS may round differently at another alignment or stride, so where the model's own
         memory has neither (odd widths, transposed weights), a copy that has them is used."""
-        tensors = self.source.tensors(layer, expert)
-        if all(t.device.type != "cpu" or (t.data_ptr() % ALIGN == 0 and t.is_contiguous()) for t in tensors.values()):
-            return tensors
+        parts = self.source.tensors(layer, expert)
+        ready = {name: t for name, t in parts.items()
+                 if isinstance(t, torch.Tensor) and (t.device.type != "cpu" or (t.data_ptr() % ALIGN == 0 and t.is_contiguous()))}
+        if len(ready) == len(parts):
+            return ready
         if self._aligned is None:
             self._aligned = self._runtime.allocate(self.layout.nbytes)
-        self.layout.pack(tensors, self._aligned)
+        self.layout.pack(parts, self._aligned, stamp=(0, layer, expert))
         return self.layout.views(self._aligned)
 
 
 class DiskStore:
     """Home `disk`: the record file. Holds it open, so that it can be read even after its name is gone."""
 
-    def __init__(self, path: Path, digests: list[str], source: ExpertSource, layout: RecordLayout, runtime: Runtime) -> None:
-        self.path, self.digests, self.layout, self._runtime = path, digests, layout, runtime
+    def __init__(self, path: Path, digests: list[str], source: ExpertSource, layout: RecordLayout, runtime: Runtime, weights: int) -> None:
+        self.path, self.digests, self.layout, self._runtime, self.weights = path, digests, layout, runtime, weights
         self.num_layers, self.num_experts = source.num_layers, source.num_experts
         try:
             self._file = runtime.open_read(path)
@@ -123,21 +76,22 @@ class DiskStore:
 
     # making ---------------------------------------------------------------------------------------------------------
     @classmethod
-    def obtain(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DiskStore:
+    def obtain(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None, *,
+               weights: int = 1) -> DiskStore:
         """The records of `source` in `folder`: those that are there when they hold exactly its weights, else written now.
 
-        Processes take turns. Raises ArtefactError (damaged, made for another geometry, drive full or not writable), DeadlineError.
+        `weights` is the version of the weights that every record carries. Processes take turns. Raises ArtefactError (damaged, made for another geometry, drive full or not writable), DeadlineError.
         """
         made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with checkpoint.exclusive(folder, runtime):
                 if (folder / MANIFEST).exists():
-                    store = cls.open(folder, source, runtime)
+                    store = cls.open(folder, source, runtime, weights=weights)
                     if store is not None:
                         return store
                     log.warning("the record file in %s holds other weights than the model: it is written again", folder)
-                return cls.create(folder, source, runtime, progress)
+                return cls.create(folder, source, runtime, progress, weights=weights)
         except BaseException as e:
             if made:
                 with contextlib.suppress(OSError):
@@ -149,7 +103,8 @@ class DiskStore:
             raise
 
     @classmethod
-    def create(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> DiskStore:
+    def create(cls, folder: Path, source: ExpertSource, runtime: Runtime, progress: Callable[[int, int], None] | None = None, *,
+               weights: int = 1) -> DiskStore:
         """Write every expert of `source` into `folder` and open the result; what was there stays until the new is whole.
 
         Hold the folder's lock. Raises OSError when the drive is full; nothing is left then.
@@ -170,16 +125,16 @@ class DiskStore:
                     if RecordLayout.of(tensors) != layout:
                         raise UnsupportedModelError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
                                                     expected="one layout for all", do="use home: local with this model")
-                    layout.pack(tensors, buffer)
+                    layout.pack(tensors, buffer, stamp=(weights, layer, expert))
                     digests.append(hashlib.sha256(data).hexdigest())
                     runtime.write(f.fileno(), data)
                     if progress:
                         progress(i + 1, total)
             # Opened before the manifest names it: from here on it is this store's, whoever rebuilds the folder.
-            store = cls(folder / name, digests, source, layout, runtime)
+            store = cls(folder / name, digests, source, layout, runtime, weights)
             try:
                 checkpoint.write_json(folder / MANIFEST, {
-                    "format": FORMAT, "version": VERSION, "file": name, "layers": source.num_layers, "experts": source.num_experts,
+                    "format": FORMAT, "version": VERSION, "weights": weights, "file": name, "layers": source.num_layers, "experts": source.num_experts,
                     "record_bytes": layout.nbytes, "parts": layout.to_json(), "digests": digests}, runtime)
             except BaseException:
                 store.close()
@@ -195,8 +150,9 @@ class DiskStore:
         return store
 
     @classmethod
-    def open(cls, folder: Path, source: ExpertSource, runtime: Runtime) -> DiskStore | None:
-        """Open what `create` wrote, every record checked against its digest; None when it holds other weights than `source`.
+    def open(cls, folder: Path, source: ExpertSource, runtime: Runtime, *, weights: int = 1) -> DiskStore | None:
+        """Open what `create` wrote, every record checked against its digest; None when it holds other weights than `source`, or another
+        version of them.
 
         Raises ArtefactError naming the fault.
         """
@@ -207,7 +163,7 @@ class DiskStore:
             if m[key] != value:
                 raise ArtefactError(f"the record file was made for another model: {key} is {m[key]!r}", where=str(folder),
                                     expected=f"{key} = {value!r}", do=REBUILD)
-        store = cls(checkpoint.contained(folder, m["file"]), m["digests"], source, layout, runtime)
+        store = cls(checkpoint.contained(folder, m["file"]), m["digests"], source, layout, runtime, weights)
         try:
             if not store._matches(source):
                 store.close()
@@ -231,7 +187,8 @@ class DiskStore:
     def _matches(self, source: ExpertSource) -> bool:
         buffer = self._runtime.allocate(self.layout.nbytes)
         for i, digest in enumerate(self.digests):
-            self.layout.pack(source.tensors(*divmod(i, self.num_experts)), buffer)
+            layer, expert = divmod(i, self.num_experts)
+            self.layout.pack(source.tensors(layer, expert), buffer, stamp=(self.weights, layer, expert))
             if hashlib.sha256(checkpoint.tensor_bytes(buffer)).hexdigest() != digest:
                 return False
         return True
@@ -245,7 +202,7 @@ class DiskStore:
 
     # reading --------------------------------------------------------------------------------------------------------
     def read_into(self, layer: int, expert: int, buffer: torch.Tensor) -> None:
-        """Read one record into a uint8 buffer (thread-safe). Raises ArtefactError: a short file, a drive that fails."""
+        """Read one record into a uint8 buffer (thread-safe). Raises ArtefactError: a short file, a drive that fails, another record."""
         where = f"{self.path}, layer {layer}, expert {expert}"
         if self._file.closed:
             raise ArtefactError("the record file is closed", where=where)
@@ -254,6 +211,9 @@ class DiskStore:
                                      (layer * self.num_experts + expert) * self.layout.nbytes, where)
         except OSError as e:
             raise ArtefactError(f"a record can't be read: {e.strerror}", where=where, do="check the drive, then try again") from e
+        if (stamp := self.layout.stamp_of(buffer)) != (self.weights, layer, expert):
+            raise ArtefactError("a record was altered: it says weights {}, layer {}, expert {}".format(*stamp), where=where,
+                                expected=f"weights {self.weights}, layer {layer}, expert {expert}", do=REBUILD)
 
     def close(self) -> None:
         self._file.close()
@@ -286,6 +246,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     # Bounded, so that products stay file sizes. `type`, since True is an int and equal to 1.
     if any(type(n) is not int or not 1 <= n <= 1 << 40 for n in counts) or not isinstance(m.get("parts"), list):
         raise ArtefactError("the manifest is incomplete", where=where, expected="layers, experts, record_bytes and parts", do=REBUILD)
+    if type(m.get("weights")) is not int:
+        raise ArtefactError("the manifest is incomplete", where=where, expected="weights, a version number", do=REBUILD)
     layers, experts, record_bytes = counts
     digests, name = m.get("digests"), m.get("file")
     listed = isinstance(digests, list) and len(digests) == layers * experts

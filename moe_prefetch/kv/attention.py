@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CacheError
 from ..kernels.kv_attend.naive import merge, softmax_attention
 from ..kernels.kv_attend.op import kv_attend
-from ..kernels.kv_encode.records import Book, neutral_book
+from ..kernels.kv_encode.records import Book
 from .format import PageLayout
-from .pages import block_table
 from .store import LayerStore
 
 
@@ -28,42 +26,47 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of the tokens appended last (1 in decode, more in speculative verify), over all the store holds, their own keys included.
 
-    Rows may bring fewer than T queries: `q_len`. Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T].
-    Raises CacheError when rows were calibrated each from its own prompt.
+    Rows may bring fewer than T queries: `q_len`. Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T]. Rows with codebooks of their own
+    take a call of the kernel for each codebook. Nothing is read from the device.
     """
     groups = store.by_book()
-    if len(groups) > 1:
-        raise CacheError(
-            f"{len(groups)} codebooks in one batch",
-            where="kv.attend",
-            expected="one calibration for all rows",
-            do="calibrate the model once, or use gather()",
+    if len(groups) <= 1:
+        groups = [(groups[0][0] if groups else store.neutral, list(range(store.batch)))]
+    else:
+        paged = {b for _, rows in groups for b in rows}
+        groups[0][1].extend(b for b in range(store.batch) if b not in paged)
+    counts = list(q_len) if q_len is not None else [q_BHTd.shape[2]] * store.batch
+    results = []
+    for book, rows in groups:
+        whole = len(groups) == 1
+        at = slice(None) if whole else slice(rows[0], rows[0] + 1) if len(rows) == 1 else store.ints(rows, store.device).long()
+        of = lambda numbers: store.ints(list(numbers), q_BHTd.device)  # noqa: E731
+        results.append(
+            kv_attend(
+                q_BHTd[at],
+                of(counts[b] for b in rows),
+                store.pool,
+                store.table()[at],
+                of(store.pages.rows[b].stored for b in rows),
+                of(store.row_length(b) for b in rows),
+                store.sink_k[at],
+                store.sink_v[at],
+                store.buffer_k[at],
+                store.buffer_v[at],
+                of(store.end - store.live(b) for b in rows),
+                book,
+                store.layout,
+                scale=scale,
+                sliding=sliding,
+                softcap=softcap,
+                sink_H=sink_H,
+            )
         )
-    book = groups[0][0] if groups else neutral_book(store.layout, store.heads, store.device)
-    dev = q_BHTd.device
-    ints = lambda x: torch.tensor(list(x), dtype=torch.int32, device=dev)  # noqa: E731
-    rows = range(store.batch)
-    live = [store.row_length(b) - store._in_sinks(b) - store.pages.rows[b].stored for b in rows]
-    table = ints(block_table(store.pages.rows)).reshape(store.batch, -1)
-    return kv_attend(
-        q_BHTd,
-        ints(q_len if q_len is not None else [q_BHTd.shape[2]] * store.batch),
-        store.pool,
-        table,
-        ints(r.stored for r in store.pages.rows),
-        ints(store.row_length(b) for b in rows),
-        store.sink_k,
-        store.sink_v,
-        store.recent_k,
-        store.recent_v,
-        ints(store.recent_k.shape[2] - n for n in live),
-        book,
-        store.layout,
-        scale=scale,
-        sliding=sliding,
-        softcap=softcap,
-        sink_H=sink_H,
-    )
+    if len(results) == 1:
+        return results[0]
+    calls = [b for _, rows in groups for b in rows]
+    order = store.ints([calls.index(b) for b in range(store.batch)], q_BHTd.device).long()
+    return torch.cat([out for out, _ in results])[order], torch.cat([lse for _, lse in results])[order]
 
 
 def attend_chunk(
@@ -121,26 +124,34 @@ def attend_as_decoded(
     group = layout.format.append_group
     store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device)
     store.append(k_BNTd, v_BNTd)
-    recent_k, recent_v = k_BNTd.half().float(), v_BNTd.half().float()
+    recent_k, recent_v, own_k, own_v = k_BNTd.half().float(), v_BNTd.half().float(), k_BNTd.float(), v_BNTd.float()
     store.settle()
     paged_k, paged_v = store.gather()
     out = torch.empty(B, H, T, v_BNTd.shape[-1], device=q_BHTd.device)
     keys = torch.arange(T, device=q_BHTd.device)
     for start in range(0, T, block):
         end = min(T, start + block)
+        n_sinks = min(sinks, end)
         q = q_BHTd[:, :, start:end].float().reshape(B, N, -1, q_BHTd.shape[-1]) * scale
+        split = lambda x, t=end - start: x.unflatten(2, (H // N, t))  # noqa: E731
+        rows = lambda x: x.flatten(2, 3)  # noqa: E731
         at = keys[start:end, None]
-        stored_end = sinks + ((at - sinks - window).clamp(min=0) // group) * group
-        paged = (keys >= sinks) & (keys < stored_end)
-        own = keys == at
-        grow = lambda mask: mask.repeat(H // N, 1)  # noqa: E731
-        span = lambda x, end=end: x[:, :, :end].float()  # noqa: E731
-        hide = grow(keys > at) if not sliding else grow((keys > at) | (keys <= at - sliding))
-        logits = torch.where(
-            grow(paged)[:, :end], q @ span(paged_k).mT, torch.where(grow(own)[:, :end], q @ span(k_BNTd).mT, q @ span(recent_k).mT)
-        )
-        p = logits.masked_fill_(hide[:, :end], -torch.inf).softmax(-1)
-        pick = lambda mask, p=p, end=end, grow=grow: p.masked_fill(~grow(mask)[:, :end], 0.0)  # noqa: E731
-        o = pick(paged) @ span(paged_v) + pick(own) @ span(v_BNTd) + pick(~paged & ~own) @ span(recent_v)
+        in_pages = sinks + ((at - sinks - window).clamp(min=0) // group) * group  # keys from the sinks to here
+        # Keys from here on may lie in the window of a query of this block.
+        near = min(int(in_pages[0]), end)
+        recent, own_at = keys[near:end] >= in_pages, at.expand(B, N, H // N, -1, -1)
+        logits = split(q @ paged_k[:, :, :end].mT)
+        logits[..., near:] = torch.where(recent, split(q @ recent_k[:, :, near:end].mT), logits[..., near:])
+        logits[..., :n_sinks] = split(q @ recent_k[:, :, :n_sinks].mT)
+        logits.scatter_(-1, own_at, (split(q) * own_k[:, :, None, start:end]).sum(-1, keepdim=True))
+        hide = keys[:end] > at if not sliding else (keys[:end] > at) | (keys[:end] <= at - sliding)
+        p = logits.masked_fill_(hide, -torch.inf).softmax(-1)
+        o = p.gather(-1, own_at) * own_v[:, :, None, start:end]
+        p.scatter_(-1, own_at, 0.0)
+        o += split(rows(p[..., :n_sinks]) @ recent_v[:, :, :n_sinks])
+        p[..., :n_sinks] = 0.0
+        o += split(rows(p[..., near:].masked_fill(~recent, 0.0)) @ recent_v[:, :, near:end])
+        p[..., near:].masked_fill_(recent, 0.0)
+        o += split(rows(p) @ paged_v[:, :, :end])
         out[:, :, start:end] = o.reshape(B, H, end - start, -1)
     return out

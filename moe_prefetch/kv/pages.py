@@ -52,6 +52,8 @@ class PageBook:
         self.limit, self.evict, self.on_free = limit, evict, on_free
         self.rows: list[Row] = []
         self.refs: list[int] = []
+        # Changes when the pages of some sequence do.
+        self.version = 0
         self._free: list[int] = []
 
     @property
@@ -89,6 +91,7 @@ class PageBook:
     def add(self, count: int = 1) -> None:
         """New empty sequences at the end."""
         self.rows += [Row() for _ in range(count)]
+        self.version += 1
 
     def select(self, indices: Sequence[int]) -> None:
         """The rows become rows[i] for i in indices: reorder, repeat, drop and fork are all this. Pages are shared, not copied."""
@@ -104,6 +107,7 @@ class PageBook:
             for page in row.pages:
                 self.refs[page] += 1
         old, self.rows = self.rows, new
+        self.version += 1
         for row in old:
             for page in row.pages:
                 self._release(page)
@@ -111,6 +115,7 @@ class PageBook:
     def clear(self, row: int) -> None:
         """Forget one sequence's pages; the row stays, empty."""
         pages, self.rows[row] = self.rows[row].pages, Row()
+        self.version += 1
         for page in pages:
             self._release(page)
 
@@ -140,6 +145,7 @@ class PageBook:
         if copies:
             self._release(copies[0].src)
         seq.pages, seq.stored = pages, end
+        self.version += bool(fresh)
         at = start
         while at < end:
             n = min(PAGE - at % PAGE, end - at)
@@ -163,6 +169,7 @@ class PageBook:
         keep = -(-stored // PAGE)
         for page in seq.pages[keep:]:
             self._release(page)
+        self.version += keep < len(seq.pages)
         del seq.pages[keep:]
         seq.stored = stored
 

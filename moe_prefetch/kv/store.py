@@ -6,19 +6,24 @@ stored, encoded or counted. Of its tokens the first `sinks` and the last ones st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
 
 from ..errors import ArtefactError, CacheError, IntegrityError, ShapeError
-from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
+from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.op import kv_encode
-from ..kernels.kv_encode.records import Book, decode_naive, tokens_in
+from ..kernels.kv_encode.records import Book, decode_naive, neutral_book, tokens_in
+from ..kernels.kv_take.op import kv_take
 from .format import LAYOUT_VERSION, PAGE, PageLayout
-from .pages import Copy, PageBook, Run
+from .ints import DeviceInts
+from .pages import Copy, PageBook, Run, block_table
 
 DRAFT = 32  # a chunk of at most this many tokens may be rolled back: nothing leaves the window before the next update
+SPARE = 8  # slots behind the window: so many tokens come in before the window is moved to the front again
 
 
 class LayerStore:
@@ -28,6 +33,8 @@ class LayerStore:
     book          the codebook of all rows; or a function that makes one row's own from its first tokens beyond the sinks
                   (k [N, T, dk], v [N, T, dv]), called when the row first leaves its window: frozen then, shared with forks only
     sinks, window tokens kept in FP16 at the start and at the end
+    settle        tokens that leave the window together: window to window + settle - 1 are in FP16 (a format's own group counts too)
+    ints          shared by the layers of a cache, so that equal tables are brought to the device once
     `counts` int64 [2]: elements saturated, NaNs zeroed. `poison` fills freed pages with 0xFF (tests).
     """
 
@@ -40,17 +47,23 @@ class LayerStore:
         batch: int = 1,
         sinks: int = 4,
         window: int = 64,
+        settle: int = 1,
         device: torch.device | str = "cpu",
         page_limit: int | None = None,
         poison: bool = False,
+        ints: DeviceInts | None = None,
     ) -> None:
         self.layout, self.heads, self.sinks, self.window, self.device, self.poison = layout, heads, sinks, window, device, poison
+        self.group = math.lcm(layout.format.append_group, settle)
+        self.ints = ints or DeviceInts()
         self.make_book = book if callable(book) else None
         self._fixed = None if callable(book) else book
         self.k_dim, self.v_dim = layout.k_dim + layout.rope, layout.v_dim
         self.pages = PageBook(page_limit, on_free=self._freed if poison else None)
         self.pages.add(batch)
         self.pool = empty_pages(0, heads, layout, device)
+        self._blank = empty_pages(1, heads, layout, device)
+        self._table: tuple[int, torch.Tensor] | None = None
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.length = 0
         self.pads = [0] * batch
@@ -61,6 +74,11 @@ class LayerStore:
         # Codebooks of the rows, by identity; None until a row has one.
         self.books: list[Book | None] = [self._fixed] * batch
 
+    @cached_property
+    def neutral(self) -> Book:
+        """Stands for a codebook while nothing is in pages."""
+        return neutral_book(self.layout, self.heads, self.device)
+
     def by_book(self) -> list[tuple[Book, list[int]]]:
         """Rows that hold pages, grouped by codebook."""
         groups: dict[int, tuple[Book, list[int]]] = {}
@@ -69,10 +87,34 @@ class LayerStore:
                 groups.setdefault(id(book), (book, []))[1].append(b)
         return list(groups.values())
 
+    def _half(self, batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.zeros(batch, self.heads, n, d, dtype=torch.float16, device=self.device) for d in (self.k_dim, self.v_dim))
+        return k, v
+
     def _fp16(self, batch: int) -> None:
-        make = lambda n, d: torch.zeros(batch, self.heads, n, d, dtype=torch.float16, device=self.device)  # noqa: E731
-        self.sink_k, self.sink_v = make(self.sinks, self.k_dim), make(self.sinks, self.v_dim)
-        self.recent_k, self.recent_v = make(0, self.k_dim), make(0, self.v_dim)
+        self.sink_k, self.sink_v = self._half(batch, self.sinks)
+        self._recent(*self._half(batch, 0))
+
+    def _recent(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        # Columns [first, end) of two buffers are the window's; those behind are room for tokens to come.
+        self.buffer_k, self.buffer_v, self.first, self.end = k, v, 0, k.shape[2]
+
+    @property
+    def recent_k(self) -> torch.Tensor:
+        """FP16 [B, N, R, dk]: the last R columns. A row's own part ends there and may be shorter."""
+        return self.buffer_k[:, :, self.first : self.end]
+
+    @property
+    def recent_v(self) -> torch.Tensor:
+        return self.buffer_v[:, :, self.first : self.end]
+
+    def table(self) -> torch.Tensor:
+        """Block table int32 [B, pages] on the device, made anew when pages came or went."""
+        if self._table is None or self._table[0] != self.pages.version:
+            rows = block_table(self.pages.rows)
+            flat = self.ints([p for row in rows for p in row], self.device)
+            self._table = (self.pages.version, flat.reshape(len(rows), len(rows[0])))
+        return self._table[1]
 
     def _freed(self, page: int) -> None:
         if page < len(self.pool):
@@ -103,23 +145,29 @@ class LayerStore:
     def settle(self, keep: int | None = None) -> None:
         """Move what is older than the window into pages. Only accepted tokens may be here."""
         keep = self.window if keep is None else keep
-        group, r = self.layout.format.append_group, self.recent_k.shape[2]
-        copies: list[Copy] = []
-        runs: list[tuple[int, Run]] = []
-        full: CacheError | None = None
+        r = self.end - self.first
+        due: list[tuple[int, int, int]] = []  # row, its first column to leave the window, how many
         for row in range(self.batch):
             stored = self.pages.rows[row].stored
-            target = (self.row_length(row) - self.sinks - keep) // group * group
+            target = (self.row_length(row) - self.sinks - keep) // self.group * self.group
             if target <= stored:
                 continue
             column = self.pads[row] + self.sinks + stored - (self.length - r)
             if column < 0:
                 raise IntegrityError(f"row {row} lacks tokens between its pages and its window")
+            due.append((row, column, target - stored))
+        if not due:
+            return
+        lo, hi = min(column for _, column, _ in due), max(column + n for _, column, n in due)
+        copies: list[Copy] = []
+        runs: list[tuple[int, Run]] = []
+        full: CacheError | None = None
+        for row, column, n in due:
             if self.books[row] is None:
                 assert self.make_book is not None
                 self.books[row] = self.make_book(self.recent_k[row, :, column:], self.recent_v[row, :, column:])
             try:
-                c, u = self.pages.append(row, target - stored, row * r + column)
+                c, u = self.pages.append(row, n, row * (hi - lo) + column - lo)
             except CacheError as e:
                 full = e
                 break
@@ -127,12 +175,12 @@ class LayerStore:
             runs += [(row, x) for x in u]
         # Also when the pool is full: what was booked is written, so that books and bytes agree.
         if runs:
-            self._write(copies, runs)
+            self._write(copies, runs, self.recent_k[:, :, lo:hi], self.recent_v[:, :, lo:hi])
             self._trim()
         if full is not None:
             raise full
 
-    def _write(self, copies: list[Copy], runs: list[tuple[int, Run]]) -> None:
+    def _write(self, copies: list[Copy], runs: list[tuple[int, Run]], k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         if (missing := self.pages.pages_made - len(self.pool)) > 0:
             spare = 0 if len(self.pool) == 0 else max(missing, len(self.pool) // 64) - missing
             self.pool = torch.cat([self.pool, empty_pages(missing + spare, self.heads, self.layout, self.device)])
@@ -140,23 +188,47 @@ class LayerStore:
             self.pool[dst] = self.pool[src]
         opened = [u.page for _, u in runs if u.slot == 0]
         if opened:
-            self.pool[opened] = empty_pages(len(opened), self.heads, self.layout, self.device)
-        at = self.layout.offsets["trailer"][0] + 8
+            self.pool[self.ints(opened, self.device).long()] = self._blank
+        count = self.pool.view(torch.int32)[:, :, self.layout.offsets["trailer"][0] // 4 + 2]
         for _, u in runs:
             if u.slot:  # a page cut by a crop still counts what was cut off
-                self.pool[u.page, :, at : at + 4] = torch.tensor([u.slot], dtype=torch.int32, device=self.device).view(torch.uint8)
+                count[u.page].fill_(u.slot)
         flat = lambda x: x.permute(0, 2, 1, 3).flatten(0, 1)  # noqa: E731
-        k, v = flat(self.recent_k), flat(self.recent_v)
+        k, v = flat(k_BNTd), flat(v_BNTd)
         for book, rows in self.by_book():
             mine = [u for row, u in runs if row in rows]
             if mine:
-                kv_encode(self.pool, k, v, torch.tensor(mine, dtype=torch.int32, device=self.device), book, self.layout)
+                kv_encode(self.pool, k, v, self.ints(mine, self.device), book, self.layout, most=max(u.tokens for u in mine))
+
+    def live(self, row: int) -> int:
+        """Tokens of a row in its window."""
+        return self.row_length(row) - self._in_sinks(row) - self.pages.rows[row].stored
 
     def _trim(self) -> None:
-        need = max((self.row_length(b) - self._in_sinks(b) - self.pages.rows[b].stored for b in range(self.batch)), default=0)
-        cut = self.recent_k.shape[2] - need
-        if cut > 0:
-            self.recent_k, self.recent_v = self.recent_k[:, :, cut:].clone(), self.recent_v[:, :, cut:].clone()
+        """Let go what no row needs; give memory back when there is far more than a step takes."""
+        self.first = self.end - max((self.live(b) for b in range(self.batch)), default=0)
+        if self.buffer_k.shape[2] > self._capacity(self.end - self.first) + self.group + DRAFT // 2:
+            self._resize(0)
+
+    def _capacity(self, need: int) -> int:
+        full = self.window + self.group
+        # Few sizes on the way to a full window: kernels are compiled for each.
+        return (need if need >= full else min(full, 1 << max(6, (need - 1).bit_length()))) + SPARE
+
+    def _resize(self, more: int) -> None:
+        """Room for `more` tokens behind the window."""
+        n = self.end - self.first
+        old = self.recent_k, self.recent_v
+        if n + more <= self.buffer_k.shape[2] <= self._capacity(n + more) + self.group + DRAFT // 2:
+            new = self.buffer_k, self.buffer_v
+            # The places overlap.
+            old = old[0].clone(), old[1].clone()
+        else:
+            new = self._half(self.batch, self._capacity(n + more))
+        for target, source in zip(new, old, strict=True):
+            target[:, :, :n] = source
+        self._recent(*new)
+        self.end = n
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         """Take T new tokens per row (columns length .. length + T - 1). Raises ShapeError; nothing is taken then."""
@@ -169,20 +241,22 @@ class LayerStore:
                 do="give the cache the model it was made for",
             )
         self.settle()
-        k, k_bad = _to_fp16(k_BNTd)
-        v, v_bad = _to_fp16(v_BNTd)
+        T = k_BNTd.shape[2]
+        if self.end + T > self.buffer_k.shape[2]:
+            self._resize(T)
+        kv_take(self.buffer_k, self.buffer_v, self.counts, k_BNTd, v_BNTd, self.end)
+        k, v = (buffer[:, :, self.end : self.end + T] for buffer in (self.buffer_k, self.buffer_v))
         for row, pad in enumerate(self.pads):
             have = self.row_length(row)
             first = max(0, pad - self.length)
-            n = min(self.sinks - have, k.shape[2] - first)
+            n = min(self.sinks - have, T - first)
             if n > 0:
                 self.sink_k[row, :, have : have + n] = k[row, :, first : first + n]
                 self.sink_v[row, :, have : have + n] = v[row, :, first : first + n]
-        self.counts += k_bad + v_bad
-        self.length += k.shape[2]
-        self.recent_k, self.recent_v = torch.cat([self.recent_k, k], 2), torch.cat([self.recent_v, v], 2)
+        self.length += T
+        self.end += T
         self._trim()
-        if k.shape[2] > DRAFT:
+        if T > DRAFT:
             self.settle(self.window + DRAFT)
 
     # reading -----------------------------------------------------------------------------------------------------------
@@ -191,7 +265,7 @@ class LayerStore:
         out_k = torch.zeros(self.batch, self.heads, self.length, self.k_dim, dtype=dtype, device=self.device)
         out_v = torch.zeros(self.batch, self.heads, self.length, self.v_dim or self.layout.k_dim, dtype=dtype, device=self.device)
         latent_v = not self.v_dim
-        r = self.recent_k.shape[2]
+        r = self.end - self.first
         decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for book, rows in self.by_book():
             held = sorted({p for b in rows for p in self.pages.rows[b].pages})
@@ -200,7 +274,7 @@ class LayerStore:
             )
         for b, row in enumerate(self.pages.rows):
             pad, s = self.pads[b], self._in_sinks(b)
-            live = self.length - pad - s - row.stored  # tokens of this row in the window
+            live = self.live(b)
             for out, sink, recent in (
                 (out_k, self.sink_k, self.recent_k),
                 (out_v, self.sink_k if latent_v else self.sink_v, self.recent_k if latent_v else self.recent_v),
@@ -220,9 +294,9 @@ class LayerStore:
     def select(self, indices: Sequence[int]) -> None:
         """Rows become rows[i]: beam reorder, repeat, drop, fork. Pages are shared until one of the holders writes."""
         self.pages.select(indices)
-        at = torch.tensor(list(indices), dtype=torch.long, device=self.device)
+        at = self.ints(list(indices), self.device).long()
         self.sink_k, self.sink_v = self.sink_k[at], self.sink_v[at]
-        self.recent_k, self.recent_v = self.recent_k[at], self.recent_v[at]
+        self.buffer_k, self.buffer_v = self.buffer_k[at], self.buffer_v[at]
         self.pads, self.books = [self.pads[i] for i in indices], [self.books[i] for i in indices]
 
     def crop(self, length: int) -> None:
@@ -247,9 +321,7 @@ class LayerStore:
                 )
         for b, target in enumerate(targets):
             self.pages.crop(b, target, group)
-        cut = self.length - length
-        keep = max(0, self.recent_k.shape[2] - cut)
-        self.recent_k, self.recent_v = self.recent_k[:, :, :keep].clone(), self.recent_v[:, :, :keep].clone()
+        self.end = max(self.first, self.end - (self.length - length))
         self.length = length
 
     def reset(self) -> None:
@@ -260,7 +332,7 @@ class LayerStore:
         self.pages = PageBook(self.pages.limit, evict=self.pages.evict, on_free=self.pages.on_free)
         self.pages.add(batch)
         self.pool = empty_pages(0, self.heads, self.layout, self.device)
-        self.length, self.pads = 0, [0] * batch
+        self._table, self.length, self.pads = None, 0, [0] * batch
         self._books(batch)
         self._fp16(batch)
 
@@ -268,8 +340,7 @@ class LayerStore:
     def export_row(self, row: int) -> dict[str, torch.Tensor]:
         """Everything one sequence needs elsewhere: its records, FP16 parts, codebook, and what they mean."""
         lay, seq = self.layout, self.pages.rows[row]
-        live = self.row_length(row) - self._in_sinks(row) - seq.stored
-        r = self.recent_k.shape[2]
+        live, r = self.live(row), self.end - self.first
         return {
             "records": self.pool[seq.pages].clone(),
             "sink_k": self.sink_k[row].clone(),
@@ -312,14 +383,15 @@ class LayerStore:
         if runs:
             self.pool[[u.page for u in runs]] = records.to(self.device)
         move = lambda name: tensors[name][None].to(self.device)  # noqa: E731
-        self.sink_k, self.sink_v, self.recent_k, self.recent_v = (move(n) for n in ("sink_k", "sink_v", "recent_k", "recent_v"))
+        self.sink_k, self.sink_v = move("sink_k"), move("sink_v")
+        self._recent(move("recent_k"), move("recent_v"))
         self.length = length
         self.books = [self._fixed or book]
 
     # accounts ----------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> int:
         """Bytes of every storage that this layer's sequences hold, block tables included; the codebook apart (`book_bytes`)."""
-        tensors = (self.pool, self.sink_k, self.sink_v, self.recent_k, self.recent_v)
+        tensors = (self.pool, self.sink_k, self.sink_v, self.buffer_k, self.buffer_v)
         return sum(t.untyped_storage().nbytes() for t in tensors) + 4 * sum(len(r.pages) for r in self.pages.rows)
 
     def book_bytes(self) -> int:
@@ -330,15 +402,9 @@ class LayerStore:
         self.pages.check_integrity()
         fill = tokens_in(self.pool, self.layout)
         for b, row in enumerate(self.pages.rows):
-            live = self.row_length(b) - self._in_sinks(b) - row.stored
+            live = self.live(b)
             if live < 0 or live > self.recent_k.shape[2]:
                 raise IntegrityError(f"row {b}: {live} tokens should be in a window of {self.recent_k.shape[2]}")
             for i, page in enumerate(row.pages):
                 if int(fill[page].min()) < min(PAGE, row.stored - i * PAGE):
                     raise IntegrityError(f"row {b}: page {page} holds fewer tokens than its sequence counts")
-
-
-def _to_fp16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP16 with NaN zeroed and what is beyond FP16 saturated; int64 [2] counts of (saturated, NaN)."""
-    bad = torch.stack([(x.abs() > FP16_MAX).sum(), x.isnan().sum()])
-    return x.float().nan_to_num(0.0, FP16_MAX, -FP16_MAX).clamp(-FP16_MAX, FP16_MAX).half(), bad

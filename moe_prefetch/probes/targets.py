@@ -90,12 +90,12 @@ def unit_rms(x_LTD: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def all_sum(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum in place over the data-parallel ranks; nothing to do without a process group. One collective for all of them."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+def all_sum(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Sum in place over the ranks of a group (default: all); nothing to do without one. One collective for all of them."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
         t.copy_(part.view_as(t))
 

@@ -42,5 +42,5 @@ def poison(buffer: torch.Tensor) -> None:
 
 def expected(mover: Mover, source: Source, layer: int, expert: int) -> torch.Tensor:
     buffer = REAL.allocate(mover.store.layout.nbytes)
-    mover.store.layout.pack(source.tensors(layer, expert), buffer)
+    mover.store.layout.pack(source.tensors(layer, expert), buffer, stamp=(mover.store.weights, layer, expert))
     return buffer

@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from moe_prefetch.integrations import megatron, megatron_fit
 from moe_prefetch.integrations.megatron import with_prefetch
 from moe_prefetch.integrations.megatron_fit import ProbeFit
-from moe_prefetch.integrations.megatron_trainer import StageTaps, kl
 from moe_prefetch.probes.probe import RoutingProbe
 from moe_prefetch.probes.trainer import FitConfig, find_fused_adam
 from tests.integrations.megatron import harness
@@ -66,17 +65,6 @@ def alike(a: harness.Run, b: harness.Run) -> dict[str, bool]:
     return {k: same(one[k], two[k]) for k in one}
 
 
-@torch.no_grad()
-def fallen(fit: ProbeFit) -> list[float]:
-    """Divergence from the router on tokens that were kept back, in units of the untrained probe's: per chunk."""
-    out = []
-    for chunk in fit.chunks:
-        parts = list(chunk.trainer._inputs(StageTaps.join(list(chunk.held)), chunk.gates()))
-        now = sum(float(kl(h.logits(u, h.params, gate, norm), y).sum()) for h, u, y, gate, norm, _ in parts)
-        out.append(now / sum(float(kl(torch.bmm(u, gate.mT), y).sum()) for _, u, y, gate, _, _ in parts))
-    return out
-
-
 def compared(layout: dict[str, Any], change: dict[str, Any], *, steps: int = 5, attach: Callable[[list[Any]], Any] | None = None,
              **options: Any) -> dict[str, Any]:
     """A stock run beside one with our spec and probes."""
@@ -89,7 +77,7 @@ def compared(layout: dict[str, Any], change: dict[str, Any], *, steps: int = 5, 
                               **options)
     out: dict[str, Any] = {"same": alike(stock, ours), "norms": ours.norms, "model_losses": [float(x) for x in ours.losses]}
     if isinstance(fit, ProbeFit):
-        out |= {"losses": losses, "steps": fit.done, "fallen": fallen(fit), "targets": [c.trainer.targets for c in fit.chunks],
+        out |= {"losses": losses, "steps": fit.done, "targets": [c.trainer.targets for c in fit.chunks],
                 "recall": fit.recall(), "passes": [c.passes for c in fit.chunks],
                 "counted": [fit.metrics.value("probe_fit_steps", stage=c.index) for c in fit.chunks]}
         fit.close()

@@ -1,6 +1,9 @@
 """The arithmetic beside a Megatron run, without Megatron."""
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from moe_prefetch.integrations.megatron_trainer import StageTaps, StageTrainer
@@ -34,3 +37,29 @@ def test_a_pass_that_is_not_finite_teaches_nothing() -> None:
         assert all(p.isfinite().all() for h in trainer.horizons for p in (*h.params.values(), h.stale_n, h.var_n))
         found.append(loss)
     assert abs(found[0] - found[1]) < 0.05 * abs(found[0]), found
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+@pytest.mark.parametrize("empty", ["padding", "not finite", "all"])
+def test_a_start_whose_own_tokens_say_nothing(empty: str, whiten: bool) -> None:
+    """The units of the loss come from the start's own pass; where that is empty the first pass that says something gives them."""
+    specs = gates()
+
+    def taps(seed: int) -> StageTaps:
+        t = step(specs, 200, seed).taps
+        return StageTaps(t.residual_LTD, t.moe_input_LTD, t.logits_LTE)
+
+    nothing = taps(50)
+    if empty == "padding":
+        nothing = nothing.take(torch.zeros(0, dtype=torch.int64))
+    else:
+        nothing.moe_input_LTD[0, 0, 0] = float("nan")
+    trainer = StageTrainer(L, E, D, specs[0].norm_eps, FitConfig(rank=16, linear=8, steps=60, warmup=2, whiten=whiten), torch.device("cpu"),
+                           None, 0)
+    for seed in range(3):
+        trainer.accumulate(nothing if empty == "all" else taps(seed), specs)
+    trainer.start(nothing, specs)
+    losses = [float(trainer.step(taps(seed), specs)) for seed in range(40)]
+    assert all(p.isfinite().all() for h in trainer.horizons for p in (*h.params.values(), h.stale_n, h.var_n))
+    assert all(math.isfinite(x) for x in losses)
+    assert sum(losses[-8:]) < sum(losses[1:9])

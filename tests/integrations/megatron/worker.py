@@ -69,7 +69,7 @@ def main() -> None:
     from moe_prefetch.integrations import megatron_cpu
 
     megatron_cpu.install()
-    from tests.integrations.megatron import model_cases  # noqa: F401 adds its cases
+    from tests.integrations.megatron import fault_cases, model_cases  # noqa: F401 add their cases
     from tests.integrations.megatron.cases import CASES
 
     for world in sorted({c.world for c in CASES.values()}):
