@@ -47,6 +47,36 @@ class Runtime:
             start = -raw.data_ptr() % ALIGN
             return raw[start : start + nbytes]
 
+    def allocate_on(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Zeroed uint8 tensor of `nbytes` on a device, aligned to ALIGN bytes (on GPUs to 512). Raises MemoryError."""
+        if device.type == "cpu":
+            return self.allocate(nbytes)
+        with torch.inference_mode(False):
+            try:
+                return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError as e:
+                raise MemoryError(str(e)) from e
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Lock a CPU tensor's pages, so that kernels of this process's GPUs read them at the same addresses; returns what undoes it.
+
+        torch's own pinned memory is rounded up to a power of two. Without a GPU there is nothing to lock. Raises MemoryError.
+        """
+        if not torch.cuda.is_available() or memory.numel() == 0:
+            return lambda: None
+        cuda, start = torch.cuda.cudart(), memory.data_ptr()
+        portable_and_mapped = 3
+        error = cuda.cudaHostRegister(start, memory.numel(), portable_and_mapped)
+        if int(error) != 0:
+            raise MemoryError(f"{memory.numel()} bytes can't be page-locked: CUDA error {int(error)}")
+
+        def unpin() -> None:
+            # Whoever still reads it is done first.
+            torch.cuda.synchronize()
+            cuda.cudaHostUnregister(start)
+
+        return unpin
+
     # processes and threads -----------------------------------------------------------------------------------------
     def process(self) -> int:
         """Number of this process; another one after a fork."""

@@ -80,7 +80,8 @@ class DiskStore:
                weights: int = 1) -> DiskStore:
         """The records of `source` in `folder`: those that are there when they hold exactly its weights, else written now.
 
-        `weights` is the version of the weights that every record carries. Processes take turns. Raises ArtefactError (damaged, made for another geometry, drive full or not writable), DeadlineError.
+        `weights` is the version of the weights that every record carries. Processes take turns. Raises ArtefactError (damaged, made for
+        another geometry, drive full or not writable), DeadlineError.
         """
         made = not folder.exists()
         try:
@@ -134,8 +135,8 @@ class DiskStore:
             store = cls(folder / name, digests, source, layout, runtime, weights)
             try:
                 checkpoint.write_json(folder / MANIFEST, {
-                    "format": FORMAT, "version": VERSION, "weights": weights, "file": name, "layers": source.num_layers, "experts": source.num_experts,
-                    "record_bytes": layout.nbytes, "parts": layout.to_json(), "digests": digests}, runtime)
+                    "format": FORMAT, "version": VERSION, "weights": weights, "file": name, "layers": source.num_layers,
+                    "experts": source.num_experts, "record_bytes": layout.nbytes, "parts": layout.to_json(), "digests": digests}, runtime)
             except BaseException:
                 store.close()
                 raise

@@ -94,7 +94,8 @@ def test_things_that_are_no_files(folder, which, kind):
 @pytest.mark.parametrize("change", [
     {"layers": True}, {"layers": 1.0}, {"layers": "1"}, {"layers": -1}, {"layers": 0}, {"layers": 1 << 62, "experts": 1 << 62},
     {"experts": 2.0},
-    {"record_bytes": 4096.0}, {"record_bytes": -4096}, {"record_bytes": None}, {"version": True}, {"version": 1.0}, {"version": 1}, {"version": 3}, {"weights": None}, {"weights": True},
+    {"record_bytes": 4096.0}, {"record_bytes": -4096}, {"record_bytes": None}, {"version": True}, {"version": 1.0},
+    {"version": 1}, {"version": 3}, {"weights": None}, {"weights": True},
     {"version": None},
     {"format": "moe_prefetch.probe"}, {"format": None}, {"parts": {}}, {"parts": None}, {"parts": [1]}, {"digests": {}},
     {"digests": [DIGEST]},

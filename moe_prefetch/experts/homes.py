@@ -1,0 +1,153 @@
+"""Homes in memory, `local` and `host`: every record at an address that never changes, built without ever holding two copies."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..errors import ShapeError, UnsupportedModelError
+from ..kernels.expert_mlp.record import LINE, Piece, RecordLayout, pieces
+from ..runtime import Runtime
+from .store import ExpertSource
+
+
+class YieldingSource(ExpertSource, Protocol):
+    """A source that can give a layer's memory back while records take its place, and take it again."""
+
+    def held_bytes(self, layer: int) -> int:
+        """Bytes that the source holds in memory for a layer."""
+
+    def forget(self, layer: int) -> None:
+        """Give a layer's memory back; `tensors` is not called for it until `recall`."""
+
+    def recall(self, layer: int, unpack: Callable[[int, Mapping[str, Piece]], None]) -> None:
+        """Make room again; `unpack(expert, parts)` fills parts. For a layer that was not forgotten nothing is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Memory of one layer's records: what this process fills, and for every rank where a kernel of this process reads that rank's."""
+
+    mine: torch.Tensor
+    bases: tuple[int, ...]
+    release: Callable[[], None] = field(default=lambda: None, repr=False)
+
+
+class Home(Protocol):
+    """Where records lie in memory: the one seam to devices. `allocate` gives a zeroed block whose start is a multiple of 128."""
+
+    name: str
+    rank: int
+
+    def allocate(self, nbytes: int) -> Block:
+        """Raises MemoryError."""
+
+
+class LocalHome:
+    """Memory of one device: of a GPU, or of the CPU where kernels run under an interpreter or not at all."""
+
+    name, rank = "local", 0
+
+    def __init__(self, device: torch.device | str, runtime: Runtime) -> None:
+        self._device, self._runtime = torch.device(device), runtime
+
+    def allocate(self, nbytes: int) -> Block:
+        memory = _on_line(self._runtime.allocate_on(nbytes + LINE, self._device), nbytes)
+        return Block(memory, (memory.data_ptr(),))
+
+
+class HostHome:
+    """Page-locked memory of the CPU, which kernels of every GPU of this process read in place over PCIe."""
+
+    name, rank = "host", 0
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def allocate(self, nbytes: int) -> Block:
+        memory = _on_line(self._runtime.allocate(nbytes + LINE), nbytes)
+        return Block(memory, (memory.data_ptr(),), self._runtime.pin(memory))
+
+
+def _on_line(raw: torch.Tensor, nbytes: int) -> torch.Tensor:
+    start = -raw.data_ptr() % LINE
+    return raw[start : start + nbytes]
+
+
+class MemoryStore:
+    """Homes `local` and `host` (and `peer`, through a `Home` of that kind): every record in memory, at an address that never changes.
+
+    Each rank of the home holds `source.num_experts` consecutive experts of a layer. Made layer by layer, and the source gives back each
+    layer that has become records, so there are never two copies of more than one layer. `peak_bytes` says for each device the most that
+    records and source held on it together. When it fails half way, the source has its weights again.
+    """
+
+    def __init__(self, source: YieldingSource, home: Home, runtime: Runtime, progress: Callable[[int, int], None] | None = None, *,
+                 weights: int = 1) -> None:
+        self.source, self.home, self.weights = source, home, weights
+        self.num_layers = source.num_layers
+        first = source.tensors(0, 0)
+        self.layout = RecordLayout.of(first)
+        self.blocks: list[Block] = []
+        self.peak_bytes: dict[str, int] = {}
+        held = sum(source.held_bytes(layer) for layer in range(self.num_layers))
+        theirs = str(pieces(first["gate_up"])[0].device)
+        del first
+        size = source.num_experts * self.layout.nbytes
+        try:
+            for layer in range(self.num_layers):
+                self.blocks.append(home.allocate(size))
+                # A source that holds nothing reads one expert at a time; its parts are at most a record.
+                self._note(str(self.blocks[-1].mine.device), len(self.blocks) * size, theirs, held or self.layout.nbytes)
+                for expert in range(source.num_experts):
+                    parts = source.tensors(layer, expert)
+                    if RecordLayout.of(parts) != self.layout:
+                        raise UnsupportedModelError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
+                                                    expected="one layout for all", do="leave this model's experts where they are")
+                    self.layout.pack(parts, self._slot(layer, expert), stamp=(weights, layer, self._first + expert))
+                    if progress:
+                        progress(layer * source.num_experts + expert + 1, self.num_layers * source.num_experts)
+                held -= source.held_bytes(layer)
+                source.forget(layer)
+        except BaseException:
+            self.close()
+            raise
+        self.num_experts = source.num_experts * (len(self.blocks[0].bases) if self.blocks else 1)
+
+    def _note(self, ours: str, records: int, theirs: str, held: int) -> None:
+        now = {ours: records}
+        now[theirs] = now.get(theirs, 0) + held
+        self.peak_bytes.update({device: max(n, self.peak_bytes.get(device, 0)) for device, n in now.items()})
+
+    @property
+    def _first(self) -> int:
+        return self.home.rank * self.source.num_experts
+
+    def _slot(self, layer: int, local: int) -> torch.Tensor:
+        return self.blocks[layer].mine[local * self.layout.nbytes : (local + 1) * self.layout.nbytes]
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of memory that this process's records take."""
+        return sum(b.mine.numel() for b in self.blocks)
+
+    def address(self, layer: int, expert: int) -> int:
+        """Where a kernel of this process reads the record."""
+        rank, local = divmod(expert, self.source.num_experts)
+        return self.blocks[layer].bases[rank] + local * self.layout.nbytes
+
+    def buffer(self, layer: int, expert: int) -> torch.Tensor:
+        """The record itself, a uint8 tensor. Raises ShapeError: another rank holds it."""
+        if not 0 <= expert - self._first < self.source.num_experts:
+            raise ShapeError(f"expert {expert} is held by another rank", where=f"layer {layer}",
+                             expected=f"{self._first} to {self._first + self.source.num_experts - 1}", do="read it at its address")
+        return self._slot(layer, expert - self._first)
+
+    def close(self) -> None:
+        """The weights back to the source, the memory to the system, layer by layer. Calling it again does nothing."""
+        while self.blocks:
+            layer = len(self.blocks) - 1
+            self.source.recall(layer, lambda local, parts, layer=layer: self.layout.unpack(self._slot(layer, local), parts))
+            self.blocks.pop().release()
