@@ -88,7 +88,9 @@ def test_memory_comes_back():
     model = small(hidden=64, expert_width=64)
     start = tensor_bytes()
     session = moe_prefetch.attach(model, DISK)
-    total, held = session.held_bytes()["total"], session.held_bytes()["resident"]
+    held = session.held_bytes()["resident"]
+    total = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n)
+    assert total <= session.held_bytes()["total"] <= total + 8192 * model.config.num_hidden_layers * model.config.num_experts
     logits_of(model, prompt())
     slack = 64 * (held // session.ledger.record_bytes) + 4096 + 16384
     # The probe's copy of the gates is counted apart.
