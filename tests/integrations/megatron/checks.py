@@ -176,7 +176,7 @@ class Checks:
         assert found["refused"][0] == "ArtefactError" and "holds no probes" in found["refused"][1]
         assert found["untouched"]
         assert found["megatrons"][0] == "CheckpointException" and "mlp.probes." in found["megatrons"][1]
-        for way in ("not_strict", "anew", "anew_distributed"):
+        for way in ("anew", "anew_distributed"):
             assert found[way] == ["", "", True], way
         assert found["closed"] == ["", ""]
         assert found["again"] == [0, False, True]
