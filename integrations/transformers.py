@@ -99,6 +99,7 @@ class TransformersModel:
         self._refusals: list[torch.utils.hooks.RemovableHandle] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._configs: list[tuple[nn.Module, Any]] = []
+        self._attention: Any = None
 
     def _check_layout(self, experts: nn.Module) -> None:
         where = f"{type(self.model).__name__}, {type(experts).__name__}"
@@ -251,14 +252,20 @@ class TransformersModel:
         if kv.format == "fp16" and not kv.layers:
             return kwargs
         from moe_prefetch.integrations.transformers_cache import make_cache
+        from moe_prefetch.integrations.transformers_pages import left_padding
 
         cache = kwargs.get("past_key_values")
         use = kwargs.get("use_cache")
-        if cache is None and (self.model.config.use_cache if use is None else use):
-            return {**kwargs, "past_key_values": make_cache(self.model.config, kv)}
-        if type(cache) is DynamicCache and cache.get_seq_length() == 0:
-            cache.layers = make_cache(self.model.config, kv).layers
-            cache.layer_class_to_replicate = None
+        wanted = cache is None and (self.model.config.use_cache if use is None else use)
+        if not wanted and (type(cache) is not DynamicCache or cache.get_seq_length()):
+            return kwargs
+        made, mask = make_cache(self.model.config, kv), kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and any(left_padding(mask) or ()):
+            made.set_padding(mask)
+        if wanted:
+            return {**kwargs, "past_key_values": made}
+        cache.layers = made.layers
+        cache.layer_class_to_replicate = None
         return kwargs
 
     def check_kv(self, kv: KVConfig) -> None:
@@ -275,6 +282,10 @@ class TransformersModel:
     def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
         with _SERVED_LOCK:
             self.check_free()
+            if kv.format != "fp16" or kv.layers:
+                from moe_prefetch.integrations.transformers_pages import serve
+
+                self._attention = serve(self.model, kv)
             self._configs = [(b.mlp.experts, b.mlp.experts.config) for b in self.blocks]
             self._hook(taps, kv, self._handles)
             for layer, (experts, config) in enumerate(self._configs):
@@ -289,7 +300,9 @@ class TransformersModel:
         for experts, config in self._configs:
             _SERVED.pop(experts, None)
             experts.config = config
-        self._handles, self._configs = [], []
+        if self._attention is not None:
+            self._attention.undo(self.model)
+        self._handles, self._configs, self._attention = [], [], None
 
     @contextlib.contextmanager
     def observe(self, listener: Listener) -> Iterator[None]:

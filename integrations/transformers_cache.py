@@ -1,14 +1,15 @@
 """A transformers `Cache` whose layers keep K and V in our pages.
 
-    cache = make_cache(model.config, config.kv)
+    cache = make_cache(model, config.kv)
     model.generate(**inputs, past_key_values=cache)
 
 `update()` returns ordinary tensors: decoded pages, FP16 sinks and window, and this call's own K and V untouched. So it works with every
-attention implementation, and what attention saw is exactly what a kernel over the same pages sees.
+attention implementation. Where that is our own (`transformers_pages`), a step of decode decodes nothing: attention reads the pages.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,23 +19,35 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_attention import watch_attention
+from moe_prefetch.integrations.transformers_pages import Step, hold, left_padding, reads_pages, serve
 from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector, make_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
+from moe_prefetch.kv.ints import DeviceInts
 from moe_prefetch.kv.outliers import LayerStats
 from moe_prefetch.kv.static import StaticStore
-from moe_prefetch.kv.store import LayerStore
+from moe_prefetch.kv.store import DRAFT, LayerStore
+
+log = logging.getLogger(__name__)
 
 
 class PagedLayer(CacheLayerMixin):
-    """One decoder layer's cache. `stats` is its calibration; without it the codebook is made from each sequence's own first tokens."""
+    """One decoder layer's cache. `stats` is its calibration; without it the codebook is made from each sequence's own first tokens.
+
+    `text` is the decoder's config, which says at each step who attends; `ints` are shared by the layers of a cache.
+    """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int = 0) -> None:
+    def __init__(
+        self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int = 0, text: Any = None, ints: DeviceInts | None = None
+    ) -> None:
         super().__init__()
-        self.kv, self.number, self.stats, self.latent = kv, number, stats, latent
+        self.kv, self.number, self.stats, self.latent, self.text = kv, number, stats, latent, text
+        self.ints = ints or DeviceInts()
+        # How the last step of decode was read: "pages", or "tensors" and why.
+        self.attention = "tensors"
         self.format = format_of(kv.layers.get(number, kv.format))
         self.store: LayerStore | None = None
         self._pads: list[int] | None = None
@@ -65,9 +78,11 @@ class PagedLayer(CacheLayerMixin):
                 do="calibrate this model",
             )
         book = from_prompt if adaptive and self.stats is None else make_book(self.stats, layout, heads, self.kv.outliers, device)[0]
-        self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], sinks=self.kv.sinks, window=self.kv.window, device=device)
+        kept = {"sinks": self.kv.sinks, "window": self.kv.window}
+        self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints)
         if self._pads is not None:
-            self.store.set_pads(self._pads)
+            # Beams come as each prompt several times.
+            self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
         self.is_initialized = True
 
     def set_pads(self, pads: list[int]) -> None:
@@ -80,6 +95,9 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
+        if store.length and key_states.shape[2] <= DRAFT and self._direct(key_states):
+            store.append(key_states, value_states)
+            return hold(Step(store, (key_states, value_states), self._note))
         store.settle()
         past_k, past_v = store.gather(key_states.dtype)
         if self.latent:
@@ -88,6 +106,18 @@ class PagedLayer(CacheLayerMixin):
         else:
             store.append(key_states, value_states)
         return torch.cat([past_k, key_states], 2), torch.cat([past_v, value_states], 2)
+
+    def _direct(self, key_states: torch.Tensor) -> bool:
+        """Whether attention may read this step from the store."""
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        mine = self.kv.attention != "tensors" and reads_pages(self.text)
+        return mine and not self.latent and not traced and not key_states.requires_grad
+
+    def _note(self, why: str) -> None:
+        how = f"tensors: {why}" if why else "pages"
+        if why and how != self.attention and self.number == 0:
+            log.warning("attention decodes the whole KV cache at each step: %s", why)
+        self.attention = how
 
     def get_seq_length(self) -> int:
         return 0 if self.store is None else self.store.length
@@ -102,8 +132,13 @@ class PagedLayer(CacheLayerMixin):
         if self.store is not None:
             self.store.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def _count(self, tokens: int | torch.Tensor) -> int:
+        # Assisted decoding counts on the device.
+        return self.ints.read(tokens) if isinstance(tokens, torch.Tensor) else tokens
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Negative: forget that many tokens. Positive: keep that many (transformers' older meaning)."""
+        tokens_to_remove = self._count(tokens_to_remove)
         if self.store is None or tokens_to_remove == 0:
             return
         self.store.crop(max(0, self.store.length + tokens_to_remove) if tokens_to_remove < 0 else min(tokens_to_remove, self.store.length))
@@ -113,7 +148,7 @@ class PagedLayer(CacheLayerMixin):
             self.store.select(list(indices))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.tolist())
+        self._select(self.ints.read(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:
@@ -141,8 +176,8 @@ class StaticPagedLayer(PagedLayer):
 
     is_compileable = True
 
-    def __init__(self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int, max_length: int) -> None:
-        super().__init__(kv, number, stats, latent)
+    def __init__(self, *args: Any, max_length: int) -> None:
+        super().__init__(*args)
         self.max_length = max_length
         self.static: StaticStore | None = None
 
@@ -168,6 +203,9 @@ class StaticPagedLayer(PagedLayer):
         assert store is not None
         split = [key_states.shape[-1], value_states.shape[-1]]
         both = (torch.cat([key_states, value_states], -1), value_states[..., :0]) if self.latent else (key_states, value_states)
+        if not store.empty and key_states.shape[2] <= store.draft and self._direct(key_states):
+            store.append(*both)
+            return hold(Step(store, (key_states, value_states), self._note))
         prompt = store.empty and key_states.shape[2] > store.draft
         if prompt:
             k, v = store.gather(key_states.dtype)
@@ -193,7 +231,8 @@ class StaticPagedLayer(PagedLayer):
         if self.static is not None:
             self.static.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        tokens_to_remove = self._count(tokens_to_remove)
         if self.static is None or tokens_to_remove == 0:
             return
         if tokens_to_remove > 0:
@@ -225,10 +264,15 @@ class PagedCache(Cache):
 
     def set_padding(self, attention_mask: torch.Tensor) -> None:
         """Tell the cache where left padding ends (mask [B, S], 0 = padding), before the first token: padding is then neither stored nor
-        measured.
+        measured. Raises CacheError for a mask with zeros elsewhere.
         """
+        pads = left_padding(attention_mask)
+        if pads is None:
+            raise CacheError(
+                "a mask with zeros behind ones", where="set_padding", expected="padding on the left", do="pad the prompts on the left"
+            )
         for layer in self._paged():
-            layer.set_pads((attention_mask.shape[1] - attention_mask.sum(1)).tolist())
+            layer.set_pads(pads)
 
     def held_bytes(self) -> int:
         """Bytes of every storage the cache holds, codebooks and block tables included."""
@@ -246,7 +290,9 @@ class PagedCache(Cache):
         return 8 * sum(s.held_bytes() + s.book_bytes() for s in stores) / elements if elements else float("nan")
 
     def report(self) -> list[dict[str, Any]]:
-        """One row per paged layer: format, bits per element at 32k, share of FP16 outliers, elements saturated and NaNs zeroed so far."""
+        """One row per paged layer: format, how the last step of decode was read, bits per element at 32k, share of FP16 outliers, elements
+        saturated and NaNs zeroed so far.
+        """
         rows = []
         for x in self._paged():
             store = x.store if x.store is not None else getattr(x, "static", None)
@@ -259,6 +305,7 @@ class PagedCache(Cache):
                 {
                     "layer": x.number,
                     "format": x.format.name,
+                    "attention": x.attention,
                     "saturated": saturated,
                     "nan": nan,
                     "bits_per_element": store.layout.bits_per_element(sinks=x.kv.sinks, window=x.kv.window),
@@ -273,13 +320,15 @@ class PagedCache(Cache):
                 x.store.check_integrity()
 
 
-def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | None = None, *, max_length: int | None = None) -> PagedCache:
-    """The cache for one model. `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
+def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = None, *, max_length: int | None = None) -> PagedCache:
+    """The cache for one model (or its config). `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
+    Given the model itself, its decode steps are switched to reading pages as `kv_config.attention` says: `transformers_pages.serve`.
     With `max_length` the cache has a fixed size and its decode steps can be captured (`StaticPagedLayer`); FP4 with outliers then needs
     a calibration. Layers with sliding-window or linear attention keep transformers' own cache, except where `kv_config.layers` names them.
     Raises ConfigError for a layer that the model does not have, ArtefactError for a bad calibration file.
     """
+    model_config = model.config if hasattr(model, "config") else model
     text = model_config.get_text_config(decoder=True)
     if bad := [n for n in kv_config.layers if n >= text.num_hidden_layers]:
         raise ConfigError(
@@ -301,10 +350,15 @@ def make_cache(model_config: Any, kv_config: KVConfig, stats: OutlierStats | Non
             do="run calibrate() once",
         )
 
+    ints = DeviceInts()
+
     def layer(n: int) -> PagedLayer:
         if max_length is not None:
-            return StaticPagedLayer(kv_config, n, moments.get(n), latent, max_length)
-        return PagedLayer(kv_config, n, moments.get(n), latent)
+            return StaticPagedLayer(kv_config, n, moments.get(n), latent, text, ints, max_length=max_length)
+        return PagedLayer(kv_config, n, moments.get(n), latent, text, ints)
+
+    if model_config is not model:
+        serve(model, kv_config)
 
     layers = [layer(n) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
     return PagedCache(layers=layers)

@@ -96,6 +96,8 @@ class KVConfig(_Section):
     outliers: Literal["importance", "sigma", "topn", "none"] = "importance"
     calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
     layers: dict[int, KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
+    attention: Literal["auto", "pages", "tensors"] = Field(
+        "auto", description="whether transformers' attention reads pages or decoded tensors; auto: pages on a GPU, where the model can")
 
     @field_validator("layers", mode="before")
     @classmethod
@@ -163,7 +165,7 @@ class Config(_Section):
         if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):
             faults.append("fit belongs to training, but experts, probe or kv set up inference; keep one of the two")
         if all(name == "fp16" for name in (self.kv.format, *self.kv.layers.values())):
-            for key in ("window", "sinks", "outliers", "calibration"):
+            for key in ("window", "sinks", "outliers", "calibration", "attention"):
                 if getattr(self.kv, key) != KVConfig.model_fields[key].default:
                     faults.append(f"kv.{key} is set, but kv.format: fp16 keeps everything as it is; set another format or drop {key}")
         if faults:

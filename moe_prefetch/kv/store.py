@@ -17,13 +17,12 @@ from ..errors import ArtefactError, CacheError, IntegrityError, ShapeError
 from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, neutral_book, tokens_in
-from ..kernels.kv_take.op import kv_take
 from .format import LAYOUT_VERSION, PAGE, PageLayout
 from .ints import DeviceInts
 from .pages import Copy, PageBook, Run, block_table
+from .window import Window
 
 DRAFT = 32  # a chunk of at most this many tokens may be rolled back: nothing leaves the window before the next update
-SPARE = 8  # slots behind the window: so many tokens come in before the window is moved to the front again
 
 
 class LayerStore:
@@ -87,26 +86,19 @@ class LayerStore:
                 groups.setdefault(id(book), (book, []))[1].append(b)
         return list(groups.values())
 
-    def _half(self, batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (torch.zeros(batch, self.heads, n, d, dtype=torch.float16, device=self.device) for d in (self.k_dim, self.v_dim))
-        return k, v
-
     def _fp16(self, batch: int) -> None:
-        self.sink_k, self.sink_v = self._half(batch, self.sinks)
-        self._recent(*self._half(batch, 0))
-
-    def _recent(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        # Columns [first, end) of two buffers are the window's; those behind are room for tokens to come.
-        self.buffer_k, self.buffer_v, self.first, self.end = k, v, 0, k.shape[2]
+        make = lambda d: torch.zeros(batch, self.heads, self.sinks, d, dtype=torch.float16, device=self.device)  # noqa: E731
+        self.sink_k, self.sink_v = make(self.k_dim), make(self.v_dim)
+        self.recent = Window(batch, self.heads, self.k_dim, self.v_dim, self.window + self.group, self.device)
 
     @property
     def recent_k(self) -> torch.Tensor:
         """FP16 [B, N, R, dk]: the last R columns. A row's own part ends there and may be shorter."""
-        return self.buffer_k[:, :, self.first : self.end]
+        return self.recent.k
 
     @property
     def recent_v(self) -> torch.Tensor:
-        return self.buffer_v[:, :, self.first : self.end]
+        return self.recent.v
 
     def table(self) -> torch.Tensor:
         """Block table int32 [B, pages] on the device, made anew when pages came or went."""
@@ -145,7 +137,7 @@ class LayerStore:
     def settle(self, keep: int | None = None) -> None:
         """Move what is older than the window into pages. Only accepted tokens may be here."""
         keep = self.window if keep is None else keep
-        r = self.end - self.first
+        r = self.recent.columns
         due: list[tuple[int, int, int]] = []  # row, its first column to leave the window, how many
         for row in range(self.batch):
             stored = self.pages.rows[row].stored
@@ -183,7 +175,7 @@ class LayerStore:
     def _write(self, copies: list[Copy], runs: list[tuple[int, Run]], k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         if (missing := self.pages.pages_made - len(self.pool)) > 0:
             spare = 0 if len(self.pool) == 0 else max(missing, len(self.pool) // 64) - missing
-            self.pool = torch.cat([self.pool, empty_pages(missing + spare, self.heads, self.layout, self.device)])
+            self.pool = torch.cat([self.pool, self._blank.expand(missing + spare, -1, -1)])
         for src, dst in copies:
             self.pool[dst] = self.pool[src]
         opened = [u.page for _, u in runs if u.slot == 0]
@@ -205,30 +197,7 @@ class LayerStore:
         return self.row_length(row) - self._in_sinks(row) - self.pages.rows[row].stored
 
     def _trim(self) -> None:
-        """Let go what no row needs; give memory back when there is far more than a step takes."""
-        self.first = self.end - max((self.live(b) for b in range(self.batch)), default=0)
-        if self.buffer_k.shape[2] > self._capacity(self.end - self.first) + self.group + DRAFT // 2:
-            self._resize(0)
-
-    def _capacity(self, need: int) -> int:
-        full = self.window + self.group
-        # Few sizes on the way to a full window: kernels are compiled for each.
-        return (need if need >= full else min(full, 1 << max(6, (need - 1).bit_length()))) + SPARE
-
-    def _resize(self, more: int) -> None:
-        """Room for `more` tokens behind the window."""
-        n = self.end - self.first
-        old = self.recent_k, self.recent_v
-        if n + more <= self.buffer_k.shape[2] <= self._capacity(n + more) + self.group + DRAFT // 2:
-            new = self.buffer_k, self.buffer_v
-            # The places overlap.
-            old = old[0].clone(), old[1].clone()
-        else:
-            new = self._half(self.batch, self._capacity(n + more))
-        for target, source in zip(new, old, strict=True):
-            target[:, :, :n] = source
-        self._recent(*new)
-        self.end = n
+        self.recent.keep(max((self.live(b) for b in range(self.batch)), default=0))
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         """Take T new tokens per row (columns length .. length + T - 1). Raises ShapeError; nothing is taken then."""
@@ -242,10 +211,7 @@ class LayerStore:
             )
         self.settle()
         T = k_BNTd.shape[2]
-        if self.end + T > self.buffer_k.shape[2]:
-            self._resize(T)
-        kv_take(self.buffer_k, self.buffer_v, self.counts, k_BNTd, v_BNTd, self.end)
-        k, v = (buffer[:, :, self.end : self.end + T] for buffer in (self.buffer_k, self.buffer_v))
+        k, v = self.recent.append(k_BNTd, v_BNTd, self.counts)
         for row, pad in enumerate(self.pads):
             have = self.row_length(row)
             first = max(0, pad - self.length)
@@ -254,7 +220,6 @@ class LayerStore:
                 self.sink_k[row, :, have : have + n] = k[row, :, first : first + n]
                 self.sink_v[row, :, have : have + n] = v[row, :, first : first + n]
         self.length += T
-        self.end += T
         self._trim()
         if T > DRAFT:
             self.settle(self.window + DRAFT)
@@ -265,7 +230,7 @@ class LayerStore:
         out_k = torch.zeros(self.batch, self.heads, self.length, self.k_dim, dtype=dtype, device=self.device)
         out_v = torch.zeros(self.batch, self.heads, self.length, self.v_dim or self.layout.k_dim, dtype=dtype, device=self.device)
         latent_v = not self.v_dim
-        r = self.end - self.first
+        r = self.recent.columns
         decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for book, rows in self.by_book():
             held = sorted({p for b in rows for p in self.pages.rows[b].pages})
@@ -296,7 +261,7 @@ class LayerStore:
         self.pages.select(indices)
         at = self.ints(list(indices), self.device).long()
         self.sink_k, self.sink_v = self.sink_k[at], self.sink_v[at]
-        self.buffer_k, self.buffer_v = self.buffer_k[at], self.buffer_v[at]
+        self.recent.select(at)
         self.pads, self.books = [self.pads[i] for i in indices], [self.books[i] for i in indices]
 
     def crop(self, length: int) -> None:
@@ -321,7 +286,7 @@ class LayerStore:
                 )
         for b, target in enumerate(targets):
             self.pages.crop(b, target, group)
-        self.end = max(self.first, self.end - (self.length - length))
+        self.recent.crop(self.length - length)
         self.length = length
 
     def reset(self) -> None:
@@ -340,7 +305,7 @@ class LayerStore:
     def export_row(self, row: int) -> dict[str, torch.Tensor]:
         """Everything one sequence needs elsewhere: its records, FP16 parts, codebook, and what they mean."""
         lay, seq = self.layout, self.pages.rows[row]
-        live, r = self.live(row), self.end - self.first
+        live, r = self.live(row), self.recent.columns
         return {
             "records": self.pool[seq.pages].clone(),
             "sink_k": self.sink_k[row].clone(),
@@ -379,20 +344,20 @@ class LayerStore:
                 do="reset the store first",
             )
         _, runs = self.pages.append(0, stored, 0)
-        self.pool = torch.cat([self.pool, empty_pages(max(0, self.pages.pages_made - len(self.pool)), self.heads, lay, self.device)])
+        self.pool = torch.cat([self.pool, self._blank.expand(max(0, self.pages.pages_made - len(self.pool)), -1, -1)])
         if runs:
             self.pool[[u.page for u in runs]] = records.to(self.device)
         move = lambda name: tensors[name][None].to(self.device)  # noqa: E731
         self.sink_k, self.sink_v = move("sink_k"), move("sink_v")
-        self._recent(move("recent_k"), move("recent_v"))
+        self.recent.fill(move("recent_k"), move("recent_v"))
         self.length = length
         self.books = [self._fixed or book]
 
     # accounts ----------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> int:
         """Bytes of every storage that this layer's sequences hold, block tables included; the codebook apart (`book_bytes`)."""
-        tensors = (self.pool, self.sink_k, self.sink_v, self.buffer_k, self.buffer_v)
-        return sum(t.untyped_storage().nbytes() for t in tensors) + 4 * sum(len(r.pages) for r in self.pages.rows)
+        tensors = (self.pool, self.sink_k, self.sink_v)
+        return sum(t.untyped_storage().nbytes() for t in tensors) + self.recent.nbytes() + 4 * sum(len(r.pages) for r in self.pages.rows)
 
     def book_bytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for book in {id(b): b for b in self.books if b is not None}.values() for t in book)

@@ -8,12 +8,20 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from moe_prefetch.config import KVConfig
@@ -111,6 +119,53 @@ def gpt_oss() -> Any:
             eos_token_id=None,
             pad_token_id=0,
         )
+    ).eval()
+
+
+def moe(family: str, layers: int = 2) -> Any:
+    """A tiny MoE model: `qwen2_moe`, `qwen3_moe` or `mixtral`, with heads of 64."""
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256 if family == "qwen2_moe" else 96,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.2,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**common, head_dim=64, num_local_experts=4)).eval()
+    common |= {"num_experts": 4, "moe_intermediate_size": 48}
+    if family == "qwen3_moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, head_dim=64, norm_topk_prob=True)).eval()
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**common, shared_expert_intermediate_size=48)).eval()
+
+
+def gemma2(attention: str = "eager") -> Any:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM._from_config(
+        Gemma2Config(
+            vocab_size=VOCAB,
+            hidden_size=96,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            query_pre_attn_scalar=1,
+            attn_logit_softcapping=3.0,
+            sliding_window=32,
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=None,
+            pad_token_id=0,
+        ),
+        attn_implementation=attention,
     ).eval()
 
 

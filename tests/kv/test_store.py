@@ -9,6 +9,7 @@ from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.records import decode_naive, encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, HEAD_DIMS, PAGE
 from moe_prefetch.kv.store import DRAFT, LayerStore
+from moe_prefetch.kv.window import SPARE
 
 from .common import NAMES, book, layout, store, tokens
 
@@ -216,7 +217,9 @@ def test_memory_of_a_prompt_is_given_back_at_once() -> None:
     k = tokens(2000, 2, 64)
     s.append(k, k)
     assert s.recent_k.shape[2] <= 64 + DRAFT
-    assert s.recent_k.untyped_storage().nbytes() == s.recent_k.numel() * 2
+    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (64 + DRAFT + SPARE)
+    s.append(k[:, :, :1], k[:, :, :1])
+    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (64 + SPARE)
 
 
 @pytest.mark.parametrize("name", ["fp4-quality", "fp8", "fp16"])

@@ -1,0 +1,257 @@
+"""transformers' attention straight from the pages: steps of decode and speculative verify go to `kv_attend`, nothing is decoded first.
+
+    model.set_attn_implementation("moe_prefetch")        # `attach` and `make_cache(model, ...)` do this themselves on a GPU
+
+An implementation in transformers' own registry, over `sdpa`: a cache of ours hands it a step's own K and V, which stand for all that is
+cached (`Held`); everything else goes on to `sdpa` as it came: other caches, prompts, training, masks that are not causal. A twin stands
+over `eager`, for models with soft-capped scores or learned sinks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moe_prefetch.config import KVConfig
+from moe_prefetch.errors import ConfigError
+from moe_prefetch.kv.attention import attend
+from moe_prefetch.kv.static import StaticStore
+from moe_prefetch.kv.store import LayerStore
+
+log = logging.getLogger(__name__)
+
+# Our names, and whose place each takes.
+OVER = {"moe_prefetch": "sdpa", "moe_prefetch_over_eager": "eager"}
+# Models whose own eager attention is softmax(cap(scale q k) + mask, sink) v, with the cap and the sink in its arguments.
+EAGER_MODELS = ("gemma2", "gpt_oss")
+
+
+@dataclass
+class Step:
+    """What a step of decode left for attention: the store that took its tokens, and its own K and V [B, N, T, d] as they came."""
+
+    store: LayerStore | StaticStore
+    own: tuple[torch.Tensor, torch.Tensor]
+    note: Callable[[str], None]
+    _all: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [B, N, S, d] of all tokens: pages decoded, the step's own unrounded."""
+        if self._all is None:
+            n = self.own[0].shape[2]
+            k, v = self.store.gather(self.own[0].dtype)
+            if isinstance(self.store, StaticStore):
+                at = self.store.length[0] - n + torch.arange(n, device=k.device)
+                self._all = k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
+            else:
+                k[:, :, -n:], v[:, :, -n:] = self.own
+                self._all = k, v
+        return self._all
+
+
+class Held(torch.Tensor):
+    """A step's own K or V that stands for everything cached: whoever computes with it, or asks for its shape, gets all of it.
+
+    So an attention that knows nothing of pages is right with it, too.
+    """
+
+    step: Step
+    side: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_open(args), **_open(kwargs or {}))
+
+
+def _open(x: Any) -> Any:
+    if isinstance(x, Held):
+        return x.step.all()[x.side]
+    if isinstance(x, (list, tuple)):
+        return type(x)(*map(_open, x)) if hasattr(x, "_fields") else type(x)(map(_open, x))
+    return {k: _open(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def hold(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K and V that a cache returns for a step whose tokens are in its store already."""
+    k, v = (x.as_subclass(Held) for x in step.own)
+    k.step = v.step = step
+    k.side, v.side = 0, 1
+    return k, v
+
+
+def reads_pages(text_config: Any) -> bool:
+    """Whether attention under this config is ours. It may be changed at any time."""
+    return getattr(text_config, "_attn_implementation", None) in OVER
+
+
+# masks -----------------------------------------------------------------------------------------------------------------
+class Origin(NamedTuple):
+    """What a mask was made from: `causal` and no more, and padding bool [B, S]. `agrees`: with which left padding (a step asks once)."""
+
+    causal: bool
+    padding: torch.Tensor | None
+    agrees: dict[tuple[int, ...], bool]
+
+
+def _mask_over(base: str) -> Callable[..., torch.Tensor | None]:
+    def mask(**kwargs: Any) -> torch.Tensor | None:
+        made = ALL_MASK_ATTENTION_FUNCTIONS[base](**kwargs)
+        if made is not None and not torch.compiler.is_compiling():
+            causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+            made.origin = Origin(causal, kwargs.get("attention_mask"), {})
+        return made
+
+    return mask
+
+
+def _mask_refused(mask: torch.Tensor | None, store: LayerStore | StaticStore, base: str, queries: int) -> str:
+    """Why the pages can't be read under this mask; empty: each token sees all tokens of its row up to itself, which is what they do."""
+    if mask is None:
+        return "" if base == "sdpa" or queries == 1 else "eager attention without a mask is not causal"
+    origin = getattr(mask, "origin", None)
+    if origin is None or not origin.causal:
+        return "a mask of the caller's own" if origin is None else "a mask that is more than causal"
+    if origin.padding is None:
+        return ""
+    pads = tuple(store.pads) if isinstance(store, LayerStore) else (0,) * store.batch
+    if pads not in origin.agrees:
+        if origin.padding.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "a padding mask can't be read in a graph; leave it out"
+        there = origin.padding.bool()
+        length = store.length if isinstance(store, LayerStore) else int(store.length[0])
+        mine = torch.arange(there.shape[1], device=there.device)[None] >= torch.tensor(pads, device=there.device)[:, None]
+        origin.agrees[pads] = length <= there.shape[1] and torch.equal(there[:, :length], mine[:, :length])
+    return "" if origin.agrees[pads] else "padding that the cache was not told of (cache.set_padding)"
+
+
+def left_padding(attention_mask: torch.Tensor) -> list[int] | None:
+    """Zeros before the first one of each row of a mask [B, S]; None where there are zeros behind it."""
+    there = attention_mask.bool()
+    count = there.sum(1)
+    pads, tidy = torch.stack([there.shape[1] - count, there.cummax(1).values.sum(1) == count]).tolist()
+    return pads if all(tidy) else None
+
+
+# attention ---------------------------------------------------------------------------------------------------------------
+def _refused(base: str, module: Any, step: Step, query: torch.Tensor, mask: torch.Tensor | None, args: Any, kw: dict[str, Any]) -> str:
+    """Why a step is left to the implementation beneath; empty: it is not."""
+    if args or kw.get("position_bias") is not None:
+        return "a position bias"
+    if kw.get("dropout") or query.requires_grad:
+        return "training"
+    if kw.get("output_attentions"):
+        return "output_attentions"
+    if kw.get("is_causal") is False or not getattr(module, "is_causal", True):
+        return "attention that is not causal"
+    if base == "sdpa" and (kw.get("softcap") or kw.get("s_aux") is not None):
+        return "sdpa leaves out soft-cap and sink logits; load the model with attn_implementation='eager'"
+    return _mask_refused(mask, step.store, base, query.shape[2])
+
+
+def _attention_over(base: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kw: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(key, Held):
+            step = key.step
+            why = _refused(base, module, step, query, attention_mask, args, kw)
+            step.note(why)
+            if not why:
+                scale = kw.get("scaling")
+                options: dict[str, Any] = {
+                    "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+                    "softcap": kw.get("softcap") or 0.0,
+                    "sink_H": None if (sinks := kw.get("s_aux")) is None else sinks.detach(),
+                }
+                store = step.store
+                out, _ = store.attend(query, **options) if isinstance(store, StaticStore) else attend(store, query, **options)
+                return out.transpose(1, 2).to(query.dtype), None
+            key, value = step.all()
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(base, own)(module, query, key, value, attention_mask, *args, **kw)
+
+    return attention
+
+
+for _name, _base in OVER.items():
+    AttentionInterface.register(_name, _attention_over(_base))
+    AttentionMaskInterface.register(_name, _mask_over(_base))
+
+
+# switching on --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Served:
+    """What `serve` decided: `says` in words, `before` the implementation that `undo` sets again (None: nothing was changed)."""
+
+    says: str
+    before: str | None = None
+
+    def undo(self, model: Any) -> None:
+        if self.before is not None and reads_pages(model.config.get_text_config(decoder=True)):
+            _set(model, self.before)
+
+
+def _set(model: Any, name: str) -> None:
+    config, text = model.config, model.config.get_text_config(decoder=True)
+    part = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+    model.set_attn_implementation(name if part is None else {part: name})
+
+
+@cache
+def _asks_by_name(model_class: type) -> bool:
+    """Whether the model's code does other things under `sdpa` or `eager` than call it: then another name would change more."""
+    code = inspect.getsource(sys.modules[model_class.__module__])
+    return "_attn_implementation ==" in code or "_attn_implementation in" in code
+
+
+def _name_for(model: Any, text: Any) -> tuple[str | None, str]:
+    """Which of our names fits the model, or None; and why."""
+    now = text._attn_implementation
+    if getattr(text, "kv_lora_rank", None):
+        return None, "MLA layers make heads of their latents before attention"
+    if _asks_by_name(type(model)):
+        return None, f"{type(model).__name__} asks for its attention by name"
+    if now == "eager" and text.model_type not in EAGER_MODELS:
+        return None, f"{text.model_type} with eager attention; load it with attn_implementation='sdpa'"
+    name = next((ours for ours, base in OVER.items() if base == now), None)
+    return name, f"over {now}" if name else f"attention is {now!r}, which is left as it is; 'sdpa' can be served"
+
+
+def serve(model: Any, kv: KVConfig) -> Served:
+    """Let the model's decode steps read pages, as `kv.attention` says; the decision is logged.
+
+    auto     on a GPU, where the model's attention allows it
+    pages    everywhere; raises ConfigError where it does not
+    tensors  never: the cache decodes everything for the model's own attention
+    """
+    text = model.config.get_text_config(decoder=True)
+    if kv.attention == "tensors":
+        done = Served("decoded tensors, by kv.attention")
+    elif reads_pages(text):
+        done = Served("pages, switched on before")
+    elif kv.attention == "auto" and model.device.type != "cuda":
+        done = Served(f"decoded tensors: the model is on {model.device.type}")
+    else:
+        before = text._attn_implementation
+        name, why = _name_for(model, text)
+        if name is not None:
+            _set(model, name)
+            if text._attn_implementation != name:
+                name, why = None, f"{type(model).__name__} does not take its attention from the registry"
+        if name is None and kv.attention == "pages":
+            raise ConfigError(
+                f"attention can't read pages: {why}", where="kv.attention: pages", expected="sdpa, plain heads", do="use auto or tensors"
+            )
+        done = Served(f"pages, {why}", before) if name else Served(f"decoded tensors: {why}")
+    log.info("attention over the KV cache reads %s", done.says)
+    return done
