@@ -7,21 +7,24 @@ be read at any time; they change while the model learns, so the probe follows th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from moe_prefetch.config import FitSection
 from moe_prefetch.errors import ArtefactError, MoEPrefetchError, ReleaseError, SessionError, ShapeError
 from moe_prefetch.probes.collect import Collector, Step
-from moe_prefetch.probes.fit import FitConfig, OnlineFit, Taps, Trainer
+from moe_prefetch.probes.fit import FitConfig, OnlineFit, Taps
 from moe_prefetch.probes.fit import finish as write
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, RoutingProbe
 
 HELD_OUT_EVERY = 8  # of so many passes one is kept back
+# Models that a fit runs beside.
+RUNNING: WeakSet[nn.Module] = WeakSet()
 # What rank 0 tells the others, by its place here; anything else that went wrong is a SessionError to them.
 OUTCOMES: tuple[type[MoEPrefetchError], ...] = (SessionError, ReleaseError, ArtefactError)
 
@@ -35,31 +38,24 @@ class ProbeFit:
         horizons = tuple(h for h in getattr(host, "horizons", HORIZONS) if h < host.num_layers)
         config = FitConfig(rank=section.rank, linear=section.linear, steps=section.steps, batch=section.batch, lr=section.lr,
                            warmup=min(50, section.steps // 10), horizons=horizons)
-        # Held-out text is kept here: a model that learns is judged by what it does now, so the last passes count, not the first.
-        self._online = OnlineFit(_gates(host, torch.clone), config, device=device, moment_tokens=section.moment_tokens, held_out_tokens=0)
+        if host.model in RUNNING:
+            raise SessionError("a fit runs beside this model already", where=type(host.model).__name__,
+                               do="finish() or stop() it first: it is on engine.moe_prefetch")
+        # Held-out text is kept here: a model that learns is judged by what it does now, so the last passes count, not a sample of all.
+        self._online = OnlineFit(_gates(host), config, device=device, moment_tokens=section.moment_tokens)
         self._held: deque[Taps] = deque()
         self._passes, self._left = 0, section.after
         self._losses: list[torch.Tensor] = []
-        self._record(self._online.trainer)
         self._collector = Collector(host.num_layers, self._take)
         self._open = False
         self._observed = host.observe(self)
         self._observed.__enter__()
+        RUNNING.add(host.model)
 
     @property
     def losses(self) -> list[float]:
         """The probe's loss at every fitting step so far, mean over the ranks' own targets; reading it waits for the device."""
         return [float(x) for x in self._losses]
-
-    def _record(self, trainer: Trainer) -> None:
-        step = trainer.step
-
-        def recorded(taps: Taps) -> torch.Tensor:
-            loss = step(taps)
-            self._losses.append(loss.detach())
-            return loss
-
-        trainer.step = recorded  # type: ignore[method-assign]
 
     # listener --------------------------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:
@@ -101,14 +97,17 @@ class ProbeFit:
             while sum(t.tokens for t in self._held) - self._held[0].tokens >= self.section.held_out_tokens:
                 self._held.popleft()
             return
-        _follow(self._online.trainer, _gates(self._host))
+        self._online.trainer.follow(_gates(self._host))
         with torch.autocast(step.taps.logits_LTE.device.type, enabled=False):
-            self._online.listener.consume(Step(step.taps.slice(0, n), step.ids_TLK[:n], step.start_T[:n]))
+            loss = self._online.learn(step.taps.slice(0, n))
+        if loss is not None:
+            self._losses.append(loss.detach())
 
     # the end ---------------------------------------------------------------------------------------------------------
     def stop(self) -> None:
         """Hooks off; calling it again does nothing."""
         self._observed.__exit__(None, None, None)
+        RUNNING.discard(self._host.model)
 
     def finish(self, out: Path | str | None = None, *, force: bool = False) -> RoutingProbe | None:
         """Stop, judge the probe against the unfitted gate on held-out tokens, write it to `out` (default: fit.out). Call it on every rank;
@@ -124,7 +123,7 @@ class ProbeFit:
         if not dist.is_initialized() or dist.get_rank() == 0:
             # Whatever goes wrong, the other ranks wait for the outcome.
             try:
-                _follow(self._online.trainer, _gates(self._host))
+                self._online.trainer.follow(_gates(self._host))
                 probe = self._judge(Path(out or self.section.out), force)
             except Exception as e:  # noqa: BLE001
                 error = _typed(e, str(out or self.section.out))
@@ -141,9 +140,10 @@ class ProbeFit:
 
     def _judge(self, out: Path, force: bool) -> RoutingProbe:
         if not self._online.trainer.started or not self._held:
-            raise ShapeError(f"{self._online.seen} tokens are too few", where="fit",
-                             expected=f"more than fit.moment_tokens ({self.section.moment_tokens}) and {HELD_OUT_EVERY} passes",
-                             do="train longer, or lower fit.moment_tokens")
+            raise ShapeError(f"{self._passes} training passes gave {self._online.seen} tokens to learn from: too few", where="fit",
+                             expected=f"more than fit.moment_tokens ({self.section.moment_tokens}), and {HELD_OUT_EVERY} passes, one of "
+                             "which is kept back", do=f"train longer (fit.after lets {self.section.after} passes go by; fewer than "
+                             f"fit.batch={self.section.batch} tokens are pooled), or lower fit.moment_tokens")
         return write(self._online.trainer, {"training": Taps.join(list(self._held))}, out, force=force)
 
 
@@ -161,23 +161,6 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _gates(host: Any, copy: Any = None) -> list[GateSpec]:
+def _gates(host: Any) -> list[GateSpec]:
     """The routers as they are now: an optimizer step may have given their parameters other memory."""
-    gates = [host._gate(block) for block in host.blocks]
-    if copy is None:
-        return gates
-    return [replace(g, weight_ED=copy(g.weight_ED), norm_D=copy(g.norm_D)) for g in gates]
-
-
-@torch.no_grad()
-def _follow(trainer: Trainer, gates: list[GateSpec]) -> None:
-    """Let the frozen half of the probe be the routers of this moment, so that what is learnt is what they lack."""
-    for held, now in zip(trainer.gates, gates, strict=True):
-        held.weight_ED.copy_(now.weight_ED)
-        held.norm_D.copy_(now.norm_D)
-    for h in trainer.horizons:
-        norm_nD = torch.stack([g.norm_D for g in trainer.gates[h.horizon:]])
-        h.gate_nED.copy_(torch.stack([g.weight_ED for g in trainer.gates[h.horizon:]]) * norm_nD.unsqueeze(1))
-        # The recent past, where it is an input too, goes through the same norm.
-        norm_nW = h.norm_nW if hasattr(h, "norm_nW") else h.norm_nD
-        norm_nW.copy_(norm_nD.repeat(1, norm_nW.shape[1] // norm_nD.shape[1]))
+    return [host._gate(block) for block in host.blocks]

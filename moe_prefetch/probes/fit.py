@@ -214,11 +214,29 @@ def _mean_recall(trainer: Trainer, held_out: Mapping[str, Taps]) -> float:
     return sum(every) / len(every)
 
 
-class OnlineFit:
-    """Learns beside a running model: pass `listener` to `observe(model, listener)`. Hidden states are used once and never stored.
+class Sample:
+    """A fair sample of a stream of tokens in bounded memory: each token that was offered is as likely to be in it as any other. A token's
+    lot is drawn once, from a generator of the sample's own, and the `size` lowest lots stay."""
 
-    The first `moment_tokens` tokens give the start, every later pass one step (passes below `min_tokens` tokens are pooled until enough
-    are there). `keep` passes at a stride are put aside as held-out text; call `finish` to judge and write.
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self.size, self._generator = size, torch.Generator().manual_seed(seed)
+        self.taps: Taps | None = None
+        self._lots_T = torch.empty(0, dtype=torch.float64)
+
+    def offer(self, taps: Taps) -> None:
+        lots_T = torch.rand(taps.tokens, generator=self._generator, dtype=torch.float64)
+        every, lots_T = taps if self.taps is None else Taps.join([self.taps, taps]), torch.cat([self._lots_T, lots_T])
+        kept = lots_T.topk(min(self.size, len(lots_T)), largest=False).indices.sort().values
+        self.taps, self._lots_T = every.take(kept), lots_T[kept]
+
+
+class OnlineFit:
+    """Learns beside a running model: pass `listener` to `observe(model, listener)`. Hidden states are used once; those of the held-out
+    tokens alone are kept.
+
+    The first `moment_tokens` tokens give the start, every later pass one step (small passes are pooled until `config.batch` tokens, or
+    `moment_tokens` where these are fewer, are there). One pass in `held_out_every` is not learnt from, to the end of the run: a fair
+    sample of `held_out_tokens` of their tokens judges the probe; call `finish` to judge and write.
     """
 
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig | None = None, *, device: torch.device | str = "cpu",
@@ -226,9 +244,9 @@ class OnlineFit:
         self.trainer = Trainer(gates, config or FitConfig(), device)
         self.past_eps = gates[0].norm_eps if self.trainer.config.past else None
         self.listener = Collector(len(gates), self._take)
-        self.moment_tokens, self.held_out_tokens, self.held_out_every = moment_tokens, held_out_tokens, held_out_every
+        self.moment_tokens, self.held_out_every = moment_tokens, held_out_every
+        self.held = Sample(held_out_tokens, self.trainer.config.seed)
         self.seen = self.passes = 0
-        self._held: list[Taps] = []
         self._pending: list[Taps] = []
 
     @torch.inference_mode(False)
@@ -236,29 +254,33 @@ class OnlineFit:
         # Clones made outside inference mode: a model run under it hands out tensors that autograd refuses.
         taps = step.taps_with_past(self.past_eps).map(torch.clone)
         self.passes += 1
-        if self.passes % self.held_out_every == 0 and sum(t.tokens for t in self._held) < self.held_out_tokens:
-            self._held.append(taps)
-            return
+        if self.passes % self.held_out_every == 0:
+            self.held.offer(taps)
+        else:
+            self.learn(taps)
+
+    def learn(self, taps: Taps) -> torch.Tensor | None:
+        """Learn from tokens that are this fit's to keep; the loss of the step, if one was made (reading it synchronises)."""
         self._pending.append(taps)
         if sum(t.tokens for t in self._pending) < min(self.trainer.config.batch, self.moment_tokens):
-            return
+            return None
         taps, self._pending = Taps.join(self._pending), []
         self.seen += taps.tokens
         with torch.enable_grad():
-            if not self.trainer.started:
-                self.trainer.accumulate(taps)
-                if self.seen >= self.moment_tokens:
-                    self.trainer.start()
-            elif self.trainer.done < self.trainer.config.steps:
-                self.trainer.step(taps)
+            if self.trainer.started:
+                return self.trainer.step(taps) if self.trainer.done < self.trainer.config.steps else None
+            self.trainer.accumulate(taps)
+            if self.seen >= self.moment_tokens:
+                self.trainer.start()
+        return None
 
     def finish(self, out: Path | str, *, force: bool = False) -> RoutingProbe:
         """Raises ShapeError when too little was seen, ReleaseError as `fit` does."""
-        if not self.trainer.started or not self._held:
-            raise ShapeError(f"{self.seen} tokens are too few", where="OnlineFit",
-                             expected=f"more than {self.moment_tokens} and some held-out passes", do="let the model run longer")
-        return finish(self.trainer, {"online": Taps.join(self._held)}, Path(out), force=force)
-
+        if not self.trainer.started or self.held.taps is None:
+            raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few", where="OnlineFit",
+                             expected=f"more than {self.moment_tokens} tokens, and {self.held_out_every} passes, one of which is kept back",
+                             do="let the model run longer")
+        return finish(self.trainer, {"online": self.held.taps}, Path(out), force=force)
 
 
 class _State:

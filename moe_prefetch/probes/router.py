@@ -62,10 +62,10 @@ class GateSpec:
     def hidden(self) -> int:
         return int(self.weight_ED.shape[1])
 
-    def to(self, device: torch.device | str) -> GateSpec:
-        """A float32 copy on `device` (the same storage where nothing changes)."""
+    def to(self, device: torch.device | str, *, copy: bool = False) -> GateSpec:
+        """In float32 on `device`; the same storage where nothing changes, unless `copy`."""
         def move(t: torch.Tensor) -> torch.Tensor:
-            return t.detach().to(device, torch.float32).contiguous()
+            return t.detach().to(device, torch.float32, copy=copy).contiguous()
 
         bias_E = None if self.bias_E is None else move(self.bias_E)
         return replace(self, weight_ED=move(self.weight_ED), norm_D=move(self.norm_D), bias_E=bias_E)

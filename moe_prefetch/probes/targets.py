@@ -110,11 +110,8 @@ class Targets:
 
     def __init__(self, gates: Sequence[GateSpec], horizon: int, config: FitConfig, device: torch.device,
                  trunk: Targets | None = None) -> None:
-        self.horizon, self.config, self.specs, self.trunk = horizon, config, list(gates[horizon:]), trunk
-        norm_nD = torch.stack([g.norm_D for g in self.specs]).to(device)
-        self.gate_nED = torch.stack([g.weight_ED for g in self.specs]).to(device) * norm_nD.unsqueeze(1)
-        # The recent past goes through the same norm weight.
-        self.norm_nW = torch.cat([norm_nD, norm_nD], 1) if config.past and horizon == 0 else norm_nD
+        self.horizon, self.config, self.device, self.trunk = horizon, config, device, trunk
+        self.follow(gates)
         (n, e, self.hidden), d, rank = self.gate_nED.shape, self.norm_nW.shape[1], config.rank_of(horizon)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -132,6 +129,14 @@ class Targets:
             self.mean_nW = zeros(n, d)
             self.white = zeros(n, d, d) if config.whiten else zeros(n, 1, d)
             self.params |= {"white_nRW": zeros(n, rank, d), "shift_nR": zeros(n, rank)}
+
+    def follow(self, gates: Sequence[GateSpec]) -> None:
+        """Take the routers and norms of all layers as they are now."""
+        self.specs = list(gates[self.horizon :])
+        norm_nD = torch.stack([g.norm_D for g in self.specs]).to(self.device)
+        self.gate_nED = torch.stack([g.weight_ED for g in self.specs]).to(self.device) * norm_nD.unsqueeze(1)
+        # The recent past goes through the same norm weight.
+        self.norm_nW = torch.cat([norm_nD, norm_nD], 1) if self.config.past and self.horizon == 0 else norm_nD
 
     @property
     def constants(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Trainer:
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig, device: torch.device | str = "cpu") -> None:
         self.device, self.config = torch.device(device), config
         self.gates = [g.to(self.device) for g in gates]
-        if len({(g.experts, g.hidden, g.top_k, g.kind, g.n_group, g.topk_group, g.norm_eps, g.bias_E is None) for g in self.gates}) != 1:
+        if len({_shape(g) for g in self.gates}) != 1:
             raise ShapeError("MoE layers differ in shape or router kind", where="Trainer", do="fit groups of equal layers on their own")
         self.horizons: list[Targets] = []
         for h in config.horizons:
@@ -66,6 +66,17 @@ class Trainer:
             before = torch.cat([before, taps.past_LTD.float()], -1)
         y = taps.logits_LTE.float()
         return [(h, before if h.horizon == 0 else after[: after.shape[0] - h.horizon], y[h.horizon :]) for h in self.horizons]
+
+    @torch.no_grad()
+    def follow(self, gates: Sequence[GateSpec]) -> None:
+        """From now on the probe's frozen half are these routers, copied: those of a model in training as they have become, so that what is
+        learnt is what they lack. Raises ShapeError when they are no such routers as those before."""
+        if [_shape(g) for g in gates] != [_shape(g) for g in self.gates]:
+            raise ShapeError("these are routers of another model", where="Trainer.follow", expected="as many, of the same shape and kind",
+                             do="make a Trainer for them")
+        self.gates = [g.to(self.device, copy=True) for g in gates]
+        for h in self.horizons:
+            h.follow(self.gates)
 
     @torch.no_grad()
     def accumulate(self, taps: Taps) -> None:
@@ -201,6 +212,10 @@ class Trainer:
                 if saved:
                     self.optimiser.state[p] = {n: v.to(self.device) for n, v in saved.items()}
         self.done, self.started = int(state["done"][0]), True
+
+
+def _shape(g: GateSpec) -> tuple[object, ...]:
+    return g.experts, g.hidden, g.top_k, g.kind, g.n_group, g.topk_group, g.norm_eps, g.bias_E is None
 
 
 def schedule(done: int, config: FitConfig) -> float:

@@ -296,6 +296,50 @@ def test_online_fit_beside_a_running_model(tmp_path: Path) -> None:
         OnlineFit(specs, CONFIG).finish(tmp_path)
 
 
+def test_the_held_out_sample_is_of_the_whole_run_and_bounded() -> None:
+    specs, size = gates(), 256
+    held = []
+    for _ in range(2):
+        online = OnlineFit(specs, CONFIG, moment_tokens=1 << 20, held_out_tokens=size, held_out_every=2)
+        for i in range(128):
+            s = step(specs, 32, 100 + i % 7)
+            # Each pass carries its number where it can be read again.
+            s.taps.residual_LTD[0, :, 0] = i
+            online._take(s)
+            assert online.held.taps is None or online.held.taps.tokens <= size
+        held.append(online.held.taps)
+    numbers = held[0].residual_LTD[0, :, 0]
+    assert held[0].tokens == size and torch.equal(held[0].residual_LTD, held[1].residual_LTD)
+    assert bool((numbers % 2 == 1).all()), "a pass that was kept back was learnt from, or the other way round"
+    # 256 of 2,048 tokens, in quarters of the run: 64 each, with a standard deviation of 6.5.
+    quarters = torch.histc(numbers, 4, 0, 128)
+    assert bool(((quarters - 64).abs() < 32).all()), quarters
+
+
+def test_following_routers_that_move_copies_them() -> None:
+    specs = gates()
+    trainer = Trainer(specs, replace(CONFIG, steps=60))
+    for seed in range(4):
+        trainer.accumulate(step(specs, 400, seed).taps)
+    trainer.start()
+    moved = [replace(g, weight_ED=g.weight_ED * 1.5, norm_D=g.norm_D + 0.25) for g in specs]
+    before = [g.weight_ED.clone() for g in specs]
+    trainer.follow(moved)
+    assert all(torch.equal(g.weight_ED, b) for g, b in zip(specs, before)), "the caller's own weights were written over"
+    probe = trainer.probe()
+    assert all(torch.equal(a.weight_ED, b.weight_ED) and torch.equal(a.norm_D, b.norm_D) for a, b in zip(probe.gates, moved))
+    for h in trainer.horizons:
+        want = torch.stack([g.weight_ED * g.norm_D for g in moved[h.horizon :]])
+        assert torch.equal(h.gate_nED, want) and torch.equal(h.norm_nW, torch.stack([g.norm_D for g in moved[h.horizon :]]))
+    kept = moved[0].weight_ED.clone()
+    moved[0].weight_ED.zero_()
+    assert torch.equal(trainer.gates[0].weight_ED, kept)
+    with pytest.raises(ShapeError, match="another model"):
+        trainer.follow(specs[:-1])
+    with pytest.raises(ShapeError, match="another model"):
+        trainer.follow([replace(g, top_k=1) for g in specs])
+
+
 def _worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
