@@ -39,14 +39,14 @@ from transformers import PreTrainedModel
 
 from moe_prefetch.config import Config, slots_per_layer
 from moe_prefetch.deepspeed_file import SECTION, contradictions, split
-from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
+from moe_prefetch.errors import ConfigError, ProbeMismatchError, SessionError, UnsupportedModelError
 from moe_prefetch.experts.mover import bounce_buffers
 from moe_prefetch.experts.store import RecordLayout
 from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
 from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works
-from moe_prefetch.integrations.deepspeed_training import ProbeFit
+from moe_prefetch.integrations.deepspeed_training import RUNNING, ProbeFit
 from moe_prefetch.integrations.transformers import TransformersModel
-from moe_prefetch.probes.probe import RoutingProbe
+from moe_prefetch.probes.probe import GateSpec, RoutingProbe, gate_hash, read_folder
 from moe_prefetch.seam import open_model, register_host
 from moe_prefetch.session import Session, attach
 
@@ -57,7 +57,10 @@ HostModel = TransformersModel | AutoEPModel | MoEModel
 
 
 def open_module(module: nn.Module) -> HostModel:
-    """The model inside an engine. Raises UnsupportedModelError: no MoE layers, or a family that is not supported, by name."""
+    """The model inside an engine. Raises UnsupportedModelError: no MoE layers, or a family that is not supported, by name; SessionError
+    while a fit runs beside it."""
+    if module in RUNNING:
+        raise SessionError("a fit runs beside this model", where=type(module).__name__, do="engine.moe_prefetch.finish(), or stop(), first")
     kinds = {type(m) for m in module.modules()}
     if AutoEPMoELayer in kinds:
         return AutoEPModel(module)
@@ -192,8 +195,9 @@ def _check_launch(settings: DeepSpeedInferenceConfig) -> None:
                           expected="LOCAL_SIZE = processes on this machine", do="start with `deepspeed`, or set it")
 
 
-def _check_model(host: HostModel, ours: Config, dtype: torch.dtype, device: str) -> None:
-    """What `attach` will ask of the model once DeepSpeed has converted it, asked now."""
+def _check_model(host: HostModel, ours: Config, dtype: torch.dtype, device: str, autoep: int = 0) -> None:
+    """What `attach` will ask of the model once DeepSpeed has converted it, asked now. `autoep`: over how many ranks it will spread the
+    experts; 0 without AutoEP."""
     host.check_free()
     host.check_kv(ours.kv)
     if ours.experts.home == "local":
@@ -204,11 +208,23 @@ def _check_model(host: HostModel, ours: Config, dtype: torch.dtype, device: str)
         raise UnsupportedModelError(f"its experts would be on {device}", where="experts.home: disk", expected="weights on the CPU",
                                     do="use home: local, or keep the model on the CPU")
     shapes = {k: torch.empty(t.shape, dtype=dtype, device="meta") for k, t in host.tensors(0, 0).items()}
-    slots_per_layer(ours.experts, num_layers=host.num_layers, num_experts=host.num_experts, record_bytes=RecordLayout.of(shapes).nbytes,
-                    reserve=bounce_buffers(ours.experts.threads))
+    slots_per_layer(ours.experts, num_layers=host.num_layers, num_experts=host.num_experts // max(1, autoep),
+                    record_bytes=RecordLayout.of(shapes).nbytes, reserve=bounce_buffers(ours.experts.threads))
     if ours.probe.path is not None:
         gates = [replace(g, weight_ED=g.weight_ED.to(dtype), norm_D=g.norm_D.to(dtype)) for g in host.gates]
-        RoutingProbe.from_pretrained(ours.probe.path, gates)
+        _check_probe(ours.probe.path, gates, autoep=autoep > 0)
+
+
+def _check_probe(path: Path, gates: list[GateSpec], *, autoep: bool) -> None:
+    # AutoEP computes a shared expert last, so the taps before the router hold nothing of it.
+    try:
+        RoutingProbe.from_pretrained(path, [replace(g, shared=g.shared and not autoep) for g in gates])
+    except ProbeMismatchError as e:
+        if not (autoep and gates[0].shared and read_folder(path)[0].get("gate_hash") == gate_hash(gates)):
+            raise
+        raise ProbeMismatchError("the probe reads the shared expert's output, which AutoEP computes after the routed ones", where=str(path),
+                                 expected="a probe fitted under AutoEP (`fit` in the section)",
+                                 do="fit one there, or leave probe out: then the unfitted gate looks ahead") from e
 
 
 # training and evaluation --------------------------------------------------------------------------------------------------
@@ -232,11 +248,18 @@ def initialize(*, model: nn.Module, config: Source = None, args: Any = None, **k
     if isinstance(autoep, Mapping) and autoep.get("enabled"):
         _check_autoep(host, autoep)
     if ours.fit is None:
-        host.check_free()
-        host.check_kv(ours.kv)
+        size = autoep.get("autoep_size", 1) if isinstance(autoep, Mapping) and autoep.get("enabled") else 0
+        _check_model(host, ours, _training_dtype(stock, host), get_accelerator().device_name(), size)
     engine, *rest = deepspeed.initialize(args=None, model=model, config=stock | {SECTION: ours.model_dump(mode="json")}, **kwargs)
     attach_engine(engine, ours)
     return (engine, *rest)
+
+
+def _training_dtype(stock: Mapping[str, Any], host: HostModel) -> torch.dtype:
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if isinstance(stock.get(key), Mapping) and stock[key].get("enabled"):
+            return dtype
+    return host.gates[0].weight_ED.dtype
 
 
 def _check_autoep(host: HostModel, section: Mapping[str, Any]) -> None:

@@ -23,6 +23,20 @@ INFERENCE_KEYS = frozenset((
     "kernel_inject", "max_out_tokens", "max_tokens", "min_out_tokens", "min_tokens", "moe", "moe_experts", "moe_type", "mp_size", "mpu",
     "quant", "replace_method", "replace_with_kernel_inject", "return_tuple", "save_mp_checkpoint_path", "set_empty_params",
     "tensor_parallel", "tm", "tp", "training_mp_size", "transposed_mode", "triangular_masking", "triton_autotune", "use_triton", "zero"))
+# What DeepSpeed 0.19 accepts and then does not do for these models: with its kernels alone it would, and it has none for them. Per key (and
+# its other name) the value that asks for nothing, and what to do instead.
+UNREAD: Mapping[tuple[str, ...], tuple[Any, str]] = {
+    ("quant",): ({}, "nothing would be quantised; use dtype bf16 or fp16"),
+    ("checkpoint",): (None, "nothing would be loaded; load the weights into the model first"),
+    ("checkpoint_config", "ckpt_config"): ({}, "nothing would be loaded; load the weights into the model first"),
+    ("base_dir",): ("", "it belongs to checkpoint; drop it"),
+    ("set_empty_params",): (False, "drop it"),
+    ("training_mp_size",): (1, "it belongs to checkpoint; drop it"),
+    ("use_triton",): (False, "drop it"), ("triton_autotune",): (False, "drop it"), ("transposed_mode",): (False, "drop it"),
+    ("triangular_masking", "tm"): (True, "attention is the model's own; drop it"), ("return_tuple",): (True, "drop it"),
+    ("injection_policy_tuple",): (None, "use injection_policy"), ("min_out_tokens", "min_tokens"): (1, "give min_new_tokens to generate"),
+    ("moe_experts",): ([1], "drop it"), ("moe_type",): ("standard", "drop it"),
+    ("ep_group", "expert_group"): (None, "use ep_size"), ("ep_mp_group", "expert_mp_group"): (None, "use ep_size")}
 # Any of these says that a file is for `deepspeed.initialize`, which takes unknown keys.
 TRAINING_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
                  "zero_optimization", "expert_parallel")
@@ -90,12 +104,26 @@ def _object(stock: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return {}
 
 
+def _tp_size(stock: Mapping[str, Any]) -> Any:
+    return _object(stock, "tensor_parallel", "tp").get("tp_size", stock.get("mp_size", 1))
+
+
+def _asks_for_nothing(value: Any, nothing: Any) -> bool:
+    return value is None or value == nothing or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
 def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
     found = []
     for key in stock:
         if key not in INFERENCE_KEYS:
             near = difflib.get_close_matches(key, INFERENCE_KEYS, n=1)
             found.append(f"{key}: no key of deepspeed.init_inference; " + (f"did you mean {near[0]!r}?" if near else "drop it"))
+    for names, (nothing, instead) in UNREAD.items():
+        for key in names:
+            if not _asks_for_nothing(stock.get(key, nothing), nothing):
+                found.append(f"{key}: DeepSpeed takes it and passes over it for these models; {instead}")
+    if stock.get("save_mp_checkpoint_path") is not None and _tp_size(stock) == 1:
+        found.append("save_mp_checkpoint_path: without tensor parallelism DeepSpeed writes nothing there; drop it")
     for key in ("replace_with_kernel_inject", "kernel_inject"):
         if stock.get(key):
             found.append(f"{key}: DeepSpeed has no kernels for these MoE families and would go on without a word; drop it")
@@ -107,7 +135,7 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else getattr(zero, "stage", 0)
     if stage not in (0, 1, 2):
         found.append(f"zero.stage: {stage!r} takes routers and experts apart between uses; use stage 0, 1 or 2, or drop it")
-    size = _object(stock, "tensor_parallel", "tp").get("tp_size", stock.get("mp_size", 1))
+    size = _tp_size(stock)
     if isinstance(size, int) and size > 1 and ours.kv.calibration is not None:
         found.append(f"kv.calibration: it describes all heads, but under tensor parallelism each rank holds 1/{size} of them; drop it "
                      "(outlier channels are then chosen from the prompt)")

@@ -45,6 +45,7 @@ def test_what_is_refused(source, word):
 @pytest.mark.parametrize(("stock", "ours", "word"), [
     ({"dtyp": "fp32"}, {}, "did you mean 'dtype'"), ({"zzz": 1}, {}, "drop it"),
     ({"replace_with_kernel_inject": True}, {}, "no kernels"), ({"kernel_inject": True}, {}, "no kernels"),
+    ({"quant": {}, "checkpoint": "c"}, {}, "nothing would be loaded"), ({"quant": {"num_bits": 4}}, {}, "nothing would be quantised"),
     ({"enable_cuda_graph": True}, {}, "replayed graph"), ({"dtype": "int8"}, {}, "int8"),
     ({"tensor_parallel": {"tp_size": 2}}, {"kv": {"format": "fp8", "calibration": "c"}}, "tensor parallelism"),
     ({"mp_size": 2}, {"kv": {"format": "fp8", "calibration": "c"}}, "1/2"), ({}, FIT, "belongs to training"),
@@ -58,7 +59,9 @@ def test_halves_that_contradict_each_other(stock, ours, word):
 
 
 @pytest.mark.parametrize(("stock", "ours"), [
-    ({}, {}), ({"dtype": "fp32", "tp": {"tp_size": 2}}, DISK), ({**TRAIN, "zero_optimization": {"stage": 2}, "optimizer": {}, "x": 1}, FIT),
+    ({}, {}), ({"quant": {"enabled": False}, "checkpoint": None, "return_tuple": True, "tm": True, "set_empty_params": False}, {}),
+    ({"mp_size": 2, "save_mp_checkpoint_path": "out"}, {}),
+    ({"dtype": "fp32", "tp": {"tp_size": 2}}, DISK), ({**TRAIN, "zero_optimization": {"stage": 2}, "optimizer": {}, "x": 1}, FIT),
     ({**TRAIN, "expert_parallel": {"enabled": True}}, DISK)])
 def test_halves_that_go_together(stock, ours):
     assert contradictions(stock, load(ours)) == []

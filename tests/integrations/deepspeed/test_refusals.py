@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import deepspeed
 import pytest
@@ -10,7 +11,15 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from moe_prefetch.deepspeed_file import INFERENCE_KEYS
-from moe_prefetch.errors import ArtefactError, BudgetError, ConfigError, MoEPrefetchError, SessionError, UnsupportedModelError
+from moe_prefetch.errors import (
+    ArtefactError,
+    BudgetError,
+    ConfigError,
+    MoEPrefetchError,
+    ProbeMismatchError,
+    SessionError,
+    UnsupportedModelError,
+)
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations.transformers import gates
 from moe_prefetch.probes import RoutingProbe
@@ -66,6 +75,14 @@ INFERENCE = [
     ("a policy class of the older style", {**ours(), "injection_policy": {nn.Linear: OtherPolicy}}, ConfigError, "no policy classes"),
     ("our policy for no MoE block", {**ours(), "injection_policy": {nn.Linear: mpd.MoEPrefetchPolicy}}, ConfigError, "no MoE block"),
     ("our policy for another block", {**ours(), "injection_policy": {mpd.MoE: mpd.MoEPrefetchPolicy}}, ConfigError, "has no MoE"),
+    *((f"{key}, which does nothing", {**ours(), key: value}, ConfigError, f"{key}: DeepSpeed takes it and passes over") for key, value in {
+        "quant": {"enabled": True}, "checkpoint": "weights.json", "base_dir": "weights", "checkpoint_config": {"checkpoint_dir": "weights"},
+        "ckpt_config": {"base_dir": "w"}, "set_empty_params": True, "training_mp_size": 2, "use_triton": True, "triton_autotune": True,
+        "transposed_mode": True, "triangular_masking": False, "tm": False, "return_tuple": False, "injection_policy_tuple": ("o_proj",),
+        "min_out_tokens": 5, "min_tokens": 5, "moe_experts": [4], "moe_type": "residual", "ep_group": 1, "expert_group": 1,
+        "ep_mp_group": 1, "expert_mp_group": 1}.items()),
+    ("quant without a word of enabled", {**ours(), "quant": {"weight": {"num_bits": 8}}}, ConfigError, "nothing would be quantised"),
+    ("a place to save what is not split", {**ours(), "save_mp_checkpoint_path": "out"}, ConfigError, "writes nothing there"),
     ("a list for a configuration", [1], ConfigError, "can't be a list"),
     ("a file that is not there", "nowhere.json", ConfigError, "can't be read"),
     ("a file with a duplicate key", '{"dtype": "fp32", "dtype": "bf16", "moe_prefetch": {}}', ConfigError, "duplicate key"),
@@ -186,6 +203,30 @@ def test_a_probe_of_another_model_is_refused(tmp_path):
     RoutingProbe(gates(model)).save_pretrained(tmp_path / "own")
     with pytest.raises(AssertionError, match="DeepSpeed was called"):  # all is well so far, also after the conversion
         mpd.init_inference(model, {**ours(experts=DISK, probe={"path": str(tmp_path / "own")}), "dtype": "bf16"})
+
+
+def test_a_probe_that_autoep_has_no_taps_for(tmp_path):
+    model = small("qwen2_moe")
+    RoutingProbe(gates(model)).save_pretrained(tmp_path / "transformers")
+    RoutingProbe([replace(g, shared=False) for g in gates(model)]).save_pretrained(tmp_path / "autoep")
+    RoutingProbe(gates(small("qwen2_moe", seed=3))).save_pretrained(tmp_path / "other")
+    before = picture(model)
+
+    def start(name, **section):
+        mpd.initialize(model=model, config={**TRAIN, "expert_parallel": AUTOEP, "moe_prefetch": {
+            "experts": DISK, "probe": {"path": str(tmp_path / name)}, **section}})
+
+    with pytest.raises(ProbeMismatchError, match="AutoEP computes after the routed"):
+        start("transformers")
+    with pytest.raises(ProbeMismatchError, match="other router weights"):
+        start("other")
+    with pytest.raises(ArtefactError, match="nowhere"):
+        start("nowhere")
+    with pytest.raises(BudgetError, match="more than the layer has"):
+        start("autoep", experts={**DISK, "resident": 5})
+    assert picture(model) == before
+    with pytest.raises(AssertionError, match="DeepSpeed was called"):
+        start("autoep")
 
 
 def test_pipelines_and_client_optimizers_are_refused(monkeypatch):

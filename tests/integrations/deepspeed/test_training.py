@@ -6,7 +6,7 @@ import pytest
 from tests.integrations.deepspeed.ranks import run
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(500)]
-CASES = {1: ["fitted 0", "fitted 2", "too_short", "unwritable", "after"],
+CASES = {1: ["fitted 0", "fitted 2", "too_short", "unwritable", "after", "running"],
          2: ["fitted 0", "fitted 1", "fitted 2", "uneven", "too_short", "unwritable", "autoep"], 4: ["fitted 0", "fitted 2"]}
 
 
@@ -53,6 +53,12 @@ def test_every_rank_is_told_that_nothing_can_be_written(runs, world):
 def test_the_fit_begins_after_the_first_passes(runs):
     (found,) = of(runs, 1, "after")
     assert found["early"] == 0 < found["late"]
+
+
+def test_nothing_else_gets_the_model_while_a_fit_runs(runs):
+    (found,) = of(runs, 1, "running")
+    assert all(text.startswith("SessionError") for text in found["refused"].values()), found["refused"]
+    assert len(found["refused"]) == 4 and found["hooks"] and found["learnt"]
 
 
 def test_autoep_with_recomputed_blocks(runs):

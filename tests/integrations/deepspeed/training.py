@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
+import moe_prefetch
 from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations.deepspeed_training import HELD_OUT_EVERY
 from moe_prefetch.probes import RoutingProbe
-from tests.integrations.deepspeed.serving import Net
+from tests.integrations.deepspeed.serving import HALF, Net
 from tests.tiny import tiny
 
 FIT = {"rank": 8, "linear": 4, "steps": 30, "batch": 64, "lr": 3e-2, "moment_tokens": 128, "held_out_tokens": 128}
@@ -122,6 +123,28 @@ def unwritable(rank: int, world: int) -> dict[str, Any]:
             errors.append((type(e).__name__, all((e.what, e.where, e.expected, e.do))))
         engine.moe_prefetch._judge = judge
     return {"errors": errors, "written": engine.moe_prefetch.finish(f"{folder[0]}/other") is not None}
+
+
+def running(rank: int, world: int) -> dict[str, Any]:
+    """While a fit runs nothing else gets hold of the model, by whatever door; afterwards everything does."""
+    net = Net(1)
+    engine = started(net, config(0), {**FIT, "out": tempfile.mkdtemp()})
+    doors = {"attach": lambda: moe_prefetch.attach(engine, HALF), "attach_engine": lambda: mpd.attach_engine(engine),
+             "init_inference": lambda: mpd.init_inference(net, {"dtype": "fp32", "moe_prefetch": HALF}),
+             "initialize": lambda: started(net, config(0), {**FIT, "out": tempfile.mkdtemp()})}
+    before, refused = hooks(net), {}
+    for name, door in doors.items():
+        try:
+            door()
+            refused[name] = ""
+        except MoEPrefetchError as e:
+            refused[name] = f"{type(e).__name__}: {e}"
+    out = {"refused": refused, "hooks": hooks(net) == before}
+    train(engine, rank, 20)
+    out["learnt"] = len(engine.moe_prefetch.losses) > 5
+    engine.moe_prefetch.stop()
+    moe_prefetch.attach(engine, HALF).detach()
+    return out
 
 
 def after(rank: int, world: int) -> dict[str, Any]:
