@@ -186,9 +186,13 @@ def a_second_fit(folder: Path) -> Any:
 def wrong_arguments(folder: Path) -> Any:
     harness.groups()
     model, spec = harness.build(harness.config(), with_prefetch)[0], harness.spec(harness.config())
+    def hooks() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._load_state_dict_pre_hooks) for m in model.modules())
+
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    before = hooks()
     calls: dict[str, Callable[[], Any]] = {f"with_prefetch({bad!r})": lambda bad=bad: with_prefetch(bad)  # type: ignore[misc]
                                            for bad in (None, 5, "spec", {}, [])}
     calls |= {"spec without submodules": lambda: with_prefetch(ModuleSpec(module=MoELayer)),
@@ -207,7 +211,7 @@ def wrong_arguments(folder: Path) -> Any:
         found[f"save_pretrained({bad!r})"] = refusal(lambda bad=bad: fit.save_pretrained(bad))  # type: ignore[misc,arg-type]
     fit.close()
     return {"found": found, "every": refusal(lambda: ProbeFit(model, tokens=0, every="x", watch=5)),  # type: ignore[arg-type]
-            "hooks": sum(len(m._forward_pre_hooks) + len(m._load_state_dict_pre_hooks) for m in model.modules())}
+            "hooks": hooks() - before}
 
 
 @case(2)
