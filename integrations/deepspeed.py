@@ -44,8 +44,8 @@ from moe_prefetch.experts.mover import bounce_buffers
 from moe_prefetch.experts.store import RecordLayout
 from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
 from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works
-from moe_prefetch.integrations.deepspeed_training import RUNNING, ProbeFit
-from moe_prefetch.integrations.transformers import TransformersModel
+from moe_prefetch.integrations.deepspeed_training import ProbeFit
+from moe_prefetch.integrations.transformers import FITTED, TransformersModel
 from moe_prefetch.probes.probe import GateSpec, RoutingProbe, gate_hash, read_folder
 from moe_prefetch.seam import open_model, register_host
 from moe_prefetch.session import Session, attach
@@ -59,7 +59,7 @@ HostModel = TransformersModel | AutoEPModel | MoEModel
 def open_module(module: nn.Module) -> HostModel:
     """The model inside an engine. Raises UnsupportedModelError: no MoE layers, or a family that is not supported, by name; SessionError
     while a fit runs beside it."""
-    if module in RUNNING:
+    if module in FITTED:
         raise SessionError("a fit runs beside this model", where=type(module).__name__, do="engine.moe_prefetch.finish(), or stop(), first")
     kinds = {type(m) for m in module.modules()}
     if AutoEPMoELayer in kinds:

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from moe_prefetch.config import FitSection
 from moe_prefetch.errors import ArtefactError, MoEPrefetchError, ReleaseError, SessionError, ShapeError
+from moe_prefetch.integrations.transformers import FITTED
 from moe_prefetch.probes.collect import Collector, Step
 from moe_prefetch.probes.fit import FitConfig, OnlineFit, Taps
 from moe_prefetch.probes.fit import finish as write
 from moe_prefetch.probes.probe import HORIZONS, GateSpec, RoutingProbe
 
 HELD_OUT_EVERY = 8  # of so many passes one is kept back
-# Models that a fit runs beside.
-RUNNING: WeakSet[nn.Module] = WeakSet()
 # What rank 0 tells the others, by its place here; anything else that went wrong is a SessionError to them.
 OUTCOMES: tuple[type[MoEPrefetchError], ...] = (SessionError, ReleaseError, ArtefactError)
 
@@ -38,7 +35,7 @@ class ProbeFit:
         horizons = tuple(h for h in getattr(host, "horizons", HORIZONS) if h < host.num_layers)
         config = FitConfig(rank=section.rank, linear=section.linear, steps=section.steps, batch=section.batch, lr=section.lr,
                            warmup=min(50, section.steps // 10), horizons=horizons)
-        if host.model in RUNNING:
+        if host.model in FITTED:
             raise SessionError("a fit runs beside this model already", where=type(host.model).__name__,
                                do="finish() or stop() it first: it is on engine.moe_prefetch")
         # Held-out text is kept here: a model that learns is judged by what it does now, so the last passes count, not a sample of all.
@@ -50,7 +47,7 @@ class ProbeFit:
         self._open = False
         self._observed = host.observe(self)
         self._observed.__enter__()
-        RUNNING.add(host.model)
+        FITTED.add(host.model)
 
     @property
     def losses(self) -> list[float]:
@@ -107,7 +104,7 @@ class ProbeFit:
     def stop(self) -> None:
         """Hooks off; calling it again does nothing."""
         self._observed.__exit__(None, None, None)
-        RUNNING.discard(self._host.model)
+        FITTED.discard(self._host.model)
 
     def finish(self, out: Path | str | None = None, *, force: bool = False) -> RoutingProbe | None:
         """Stop, judge the probe against the unfitted gate on held-out tokens, write it to `out` (default: fit.out). Call it on every rank;

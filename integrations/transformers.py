@@ -57,6 +57,8 @@ class _Original:
 # Which session serves an experts module. One function is registered for the process, so two models in it never meet.
 _SERVED: weakref.WeakKeyDictionary[nn.Module, _Served] = weakref.WeakKeyDictionary()
 _SERVED_LOCK = threading.Lock()
+# Models that a fit learns beside: their weights must stay where they are.
+FITTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _experts_forward(module: nn.Module, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
@@ -123,6 +125,8 @@ class TransformersModel:
         where = type(self.model).__name__
         if any(b.mlp.experts in _SERVED for b in self.blocks):
             raise SessionError("a session is attached to this model already", where=where, do="detach it first")
+        if self.model in FITTED:
+            raise SessionError("a fit runs beside this model", where=where, do="finish() or stop() it first")
         if any(p.is_meta for p in self.base.parameters()):
             raise SessionError("the model's weights are not in memory", where=where, expected="weights",
                                do="load the model without offloading; if it is a copy of an attached model, copy it after detach")

@@ -58,7 +58,7 @@ def test_the_fit_begins_after_the_first_passes(runs):
 def test_nothing_else_gets_the_model_while_a_fit_runs(runs):
     (found,) = of(runs, 1, "running")
     assert all(text.startswith("SessionError") for text in found["refused"].values()), found["refused"]
-    assert len(found["refused"]) == 4 and found["hooks"] and found["learnt"]
+    assert len(found["refused"]) == 5 and found["hooks"] and found["learnt"]
 
 
 def test_autoep_with_recomputed_blocks(runs):

@@ -144,6 +144,15 @@ def running(rank: int, world: int) -> dict[str, Any]:
     out["learnt"] = len(engine.moe_prefetch.losses) > 5
     engine.moe_prefetch.stop()
     moe_prefetch.attach(engine, HALF).detach()
+    model = tiny("mixtral", layers=2)
+    fit = mpd.initialize(model=model, config=config(0) | {"moe_prefetch": {"fit": {**FIT, "out": tempfile.mkdtemp()}}})[0].moe_prefetch
+    try:
+        moe_prefetch.attach(model, HALF)
+        refused["the model itself"] = ""
+    except MoEPrefetchError as e:
+        refused["the model itself"] = f"{type(e).__name__}: {e}"
+    fit.stop()
+    moe_prefetch.attach(model, HALF).detach()
     return out
 
 
