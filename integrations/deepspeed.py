@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import tempfile
@@ -53,6 +54,8 @@ from moe_prefetch.session import Session, attach
 __all__ = ["MoEPrefetchPolicy", "ProbeFit", "attach_engine", "init_inference", "initialize"]
 
 Source = Mapping[str, Any] | str | Path | None
+# What a launcher sets, and DeepSpeed's training side needs.
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HostModel = TransformersModel | AutoEPModel | MoEModel
 
 
@@ -250,9 +253,19 @@ def initialize(*, model: nn.Module, config: Source = None, args: Any = None, **k
     if ours.fit is None:
         size = autoep.get("autoep_size", 1) if isinstance(autoep, Mapping) and autoep.get("enabled") else 0
         _check_model(host, ours, _training_dtype(stock, host), get_accelerator().device_name(), size)
+    _check_started()
     engine, *rest = deepspeed.initialize(args=None, model=model, config=stock | {SECTION: ours.model_dump(mode="json")}, **kwargs)
     attach_engine(engine, ours)
     return (engine, *rest)
+
+
+def _check_started() -> None:
+    missing = [name for name in LAUNCHER if name not in os.environ]
+    # It knows these two clouds' own variables, and asks MPI otherwise.
+    other = torch.distributed.is_initialized() or {"AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"} & os.environ.keys()
+    if missing and not other and importlib.util.find_spec("mpi4py") is None:
+        raise ConfigError(f"no launcher has set {', '.join(missing)}", where="environment", expected="what a launcher sets",
+                          do="start with `deepspeed script.py` or `torchrun --nproc-per-node 1 script.py`, also for one process")
 
 
 def _training_dtype(stock: Mapping[str, Any], host: HostModel) -> torch.dtype:

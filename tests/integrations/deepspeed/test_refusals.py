@@ -1,6 +1,7 @@
 """Every wrong configuration gives a typed error before the model is touched and before DeepSpeed is called."""
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -111,6 +112,8 @@ def never_called(monkeypatch):
 
     monkeypatch.setattr(deepspeed, "init_inference", fail)
     monkeypatch.setattr(deepspeed, "initialize", fail)
+    for name, value in zip(mpd.LAUNCHER, ("0", "0", "1", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(("source", "error", "word"), [row[1:] for row in INFERENCE], ids=[row[0] for row in INFERENCE])
@@ -249,6 +252,16 @@ def test_autoep_where_it_does_not_work(monkeypatch):
     monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", Registry())
     with pytest.raises(UnsupportedModelError, match="does not work with transformers"):
         mpd.initialize(model=small("qwen3_moe"), config={**TRAIN, "expert_parallel": AUTOEP, "moe_prefetch": FIT})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="DeepSpeed asks MPI")
+def test_training_needs_a_launcher(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT")
+    model = small("qwen3_moe")
+    before = picture(model)
+    with pytest.raises(ConfigError, match="no launcher has set MASTER_PORT"):
+        mpd.initialize(model=model, config={**TRAIN, "moe_prefetch": FIT})
+    assert picture(model) == before
 
 
 def test_local_size_must_be_there(monkeypatch):
