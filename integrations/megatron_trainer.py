@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from moe_prefetch.errors import ArtefactError, ShapeError
 from moe_prefetch.probes.probe import GateSpec, residual_logits
-from moe_prefetch.probes.targets import FitConfig, all_sum, batched_hits, batched_margins, kl, unit_rms, whitening
-from moe_prefetch.probes.trainer import make_adamw, schedule
+from moe_prefetch.probes.targets import FitConfig, all_sum, batched_hits, boundary, kl, unit_rms, whitened
+from moe_prefetch.probes.trainer import count_steps, make_adamw, schedule
 
 LOWEST_RATE = 0.1  # share of the peak: a router that goes on moving must be followed after the schedule's end
 FOLLOW = 0.9  # decay of the units that the loss is measured in
@@ -90,19 +89,15 @@ class _Rows:
         mean_e = m["sum_nE"] / c
         mean, rows, k = m["sum_nD"] / c * norm, self.params["white_nRD"][lead:], 0
         self.mean_nD[lead:] = mean.float()
+        self.white[lead:] = whitened(m["cov"] / c, norm, mean)
         if self.config.whiten:
-            cov = m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1)
             cross = m["cross_nDE"] / c * norm.unsqueeze(2) - mean.unsqueeze(2) * mean_e.unsqueeze(1)
-            self.white[lead:] = whitening(cov)
             solution = torch.bmm(self.white[lead:].double(), cross) / (1 + self.config.ridge)
             left, strength, right = torch.linalg.svd(solution.cpu(), full_matrices=False)
             k = min(self.config.linear, strength.shape[-1])
             root = strength[:, :k].clamp_min(1e-12).sqrt()
             rows[:, :k] = (left[:, :, :k] * root.unsqueeze(1)).mT.float().to(rows.device)
             self.params["up_nER"][lead:, :, :k] = (right[:, :k] * root.unsqueeze(2)).mT.float().to(rows.device)
-        else:
-            var = (m["cov"].squeeze(2) / c * norm.square() - mean.square()).clamp_min(0)
-            self.white[lead:] = (var + 5e-4 * var.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
         rows[:, k:] = (torch.randn(n, self.config.rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
         self.params["out_nE"][lead:] = mean_e.float()
 
@@ -123,10 +118,7 @@ class _Rows:
         stale, var = (torch.where(t > 0, t, float("inf"))[self.lead :] for t in (self.stale_n, self.var_n))
         loss = (kl(z_nTE, y_nTE) / stale).sum()
         if self.config.rank_weight:
-            width = (self.config.tau * var.sqrt()).view(-1, 1, 1)
-            m_z, m_y = batched_margins(z_nTE, specs), batched_margins(y_nTE, specs)
-            loss = loss + self.config.rank_weight * F.binary_cross_entropy_with_logits(
-                m_z / width, (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
+            loss = loss + self.config.rank_weight * boundary(z_nTE, y_nTE, self.config.tau * var.sqrt(), specs)
         return loss
 
     def units(self, u_nTD: torch.Tensor, y_nTE: torch.Tensor, gate_nED: torch.Tensor) -> torch.Tensor:
@@ -334,6 +326,7 @@ class StageTrainer:
         if not self.started:
             self._begin()
         self.done = done
+        count_steps(self.optimiser, done)
         for i, h in enumerate(self.horizons):
             for k in CONSTANTS:
                 getattr(h, k)[layer] = state[k][i].to(self.device)

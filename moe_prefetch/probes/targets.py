@@ -169,11 +169,7 @@ class Targets:
         if self.trunk is None:
             mean = m["sum_nW"] / c * norm
             self.mean_nW = mean.float()
-            if self.config.whiten:
-                self.white = whitening(m["cov"] / c * (norm.unsqueeze(2) * norm.unsqueeze(1)) - mean.unsqueeze(2) * mean.unsqueeze(1))
-            else:
-                var = (m["cov"].squeeze(2) / c * norm.square() - mean.square()).clamp_min(0)
-                self.white = (var + 5e-4 * var.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
+            self.white = whitened(m["cov"] / c, norm, mean)
         # What is left over once the inputs' mean is subtracted, as `unit_down` does.
         self.params["out_nE"].copy_(mean_e)
         cross = m["cross_nWE"] / c * norm.unsqueeze(2) - src.mean_nW[:n].double().unsqueeze(2) * mean_e.unsqueeze(1)
@@ -199,10 +195,7 @@ class Targets:
             self.kl0_n, self.fresh = kl_n.detach().clamp_min(1e-9), False
         loss = (kl_n / self.kl0_n).sum()
         if self.config.rank_weight:
-            width = (self.config.tau * self.std_n).view(-1, 1, 1)
-            m_z, m_y = batched_margins(z_nTE, self.specs), batched_margins(y_nTE, self.specs)
-            loss = loss + self.config.rank_weight * F.binary_cross_entropy_with_logits(
-                m_z / width, (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
+            loss = loss + self.config.rank_weight * boundary(z_nTE, y_nTE, self.config.tau * self.std_n, self.specs)
         return loss
 
 
@@ -223,6 +216,15 @@ def start_units(groups: Sequence[Targets], solutions: Sequence[torch.Tensor | No
             g.params["up_nER"][:, :, :k] = part[: len(g.specs)]
     # Outputs of unit size.
     rows[:, k:] = (torch.randn(n, rank - k, d, generator=generator) / math.sqrt(d)).to(rows.device)
+
+
+def whitened(second_nWV: torch.Tensor, norm_nW: torch.Tensor, mean_nW: torch.Tensor) -> torch.Tensor:
+    """What makes inputs uncorrelated and of unit variance, float32: [n, W, W] from mean products before the norm weight [n, W, W], or
+    [n, 1, W] from the mean squares alone [n, 1 column]. `mean_nW` is behind the norm weight."""
+    if second_nWV.shape[2] > 1:
+        return whitening(second_nWV * (norm_nW.unsqueeze(2) * norm_nW.unsqueeze(1)) - mean_nW.unsqueeze(2) * mean_nW.unsqueeze(1))
+    var_nW = (second_nWV.squeeze(2) * norm_nW.square() - mean_nW.square()).clamp_min(0)
+    return (var_nW + 5e-4 * var_nW.median(-1, keepdim=True).values.clamp_min(1e-12)).rsqrt().float().unsqueeze(1)
 
 
 def whitening(cov_nWW: torch.Tensor) -> torch.Tensor:
@@ -252,6 +254,12 @@ def batched_margins(z_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Ten
     if first.bias_E is None:
         return margins(z_nTE, first)
     return torch.stack([margins(z, spec) for z, spec in zip(z_nTE, specs)])
+
+
+def boundary(z_nTE: torch.Tensor, y_nTE: torch.Tensor, width_n: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:
+    """Binary cross-entropy of z's margins, in units of `width_n`, with y's choices: mean over tokens, sum over targets."""
+    m_z, m_y = batched_margins(z_nTE, specs), batched_margins(y_nTE, specs)
+    return F.binary_cross_entropy_with_logits(m_z / width_n.view(-1, 1, 1), (m_y > 0).float(), reduction="none").sum(-1).mean(-1).sum()
 
 
 def batched_hits(z_nTE: torch.Tensor, y_nTE: torch.Tensor, specs: Sequence[GateSpec]) -> torch.Tensor:

@@ -212,6 +212,7 @@ class Trainer:
                 if saved:
                     self.optimiser.state[p] = {n: v.to(self.device) for n, v in saved.items()}
         self.done, self.started = int(state["done"][0]), True
+        count_steps(self.optimiser, self.done)
 
 
 def _shape(g: GateSpec) -> tuple[object, ...]:
@@ -230,6 +231,13 @@ def make_adamw(params: list[torch.Tensor], lr: float, weight_decay: float) -> to
     if apex is not None:
         return apex(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, adam_w_mode=True)
     return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, fused=True)
+
+
+def count_steps(optimiser: torch.optim.Optimizer, done: int) -> None:
+    """Tell an optimiser that goes on how many steps it has made: torch's counts them per parameter, in its state, apex's in its groups."""
+    if not isinstance(optimiser, torch.optim.AdamW):
+        for group in optimiser.param_groups:
+            group["step"] = done
 
 
 def find_fused_adam() -> Any:

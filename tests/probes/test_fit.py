@@ -316,6 +316,43 @@ def test_the_held_out_sample_is_of_the_whole_run_and_bounded() -> None:
     assert bool(((quarters - 64).abs() < 32).all()), quarters
 
 
+class ApexLike(torch.optim.Optimizer):
+    """Adam as apex's FusedAdam keeps it: one count of steps in the group, none in the state."""
+
+    def __init__(self, params: list[torch.Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            n = group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.01)
+                with torch.no_grad():
+                    p -= group["lr"] * state["exp_avg"] / (1 - 0.9**n) / ((state["exp_avg_sq"] / (1 - 0.99**n)).sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_a_resumed_optimiser_goes_on_counting(monkeypatch: pytest.MonkeyPatch, apex: bool) -> None:
+    if apex:
+        monkeypatch.setattr("moe_prefetch.probes.trainer.make_adamw", lambda params, lr, weight_decay: ApexLike(params, lr))
+    specs, taps = gates(), [step(gates(), 200, i).taps for i in range(8)]
+    whole = Trainer(specs, replace(CONFIG, steps=60))
+    for t in taps:
+        whole.accumulate(t)
+    whole.start()
+    for t in taps[:4]:
+        whole.step(t)
+    resumed = Trainer(specs, replace(CONFIG, steps=60))
+    resumed.load_state({k: v.clone() for k, v in whole.state().items()})
+    for t in taps[4:]:
+        assert float(whole.step(t)) == float(resumed.step(t))
+    assert all(torch.equal(a, b) for a, b in zip(whole.averages().values(), resumed.averages().values()))
+
+
 def test_following_routers_that_move_copies_them() -> None:
     specs = gates()
     trainer = Trainer(specs, replace(CONFIG, steps=60))
