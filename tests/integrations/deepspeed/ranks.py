@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-GROUP_SECONDS = 240
+GROUP_SECONDS = 900
 
 
 def environment(rank: int, world: int) -> dict[str, str]:
@@ -37,7 +37,7 @@ def _rank(rank: int, world: int, module: str, cases: list[str], folder: str) -> 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world,
-                            timeout=datetime.timedelta(seconds=180))
+                            timeout=datetime.timedelta(seconds=600))
     deepspeed.init_distributed()
     found: dict[str, Any] = {}
     for case in cases:

@@ -8,7 +8,7 @@ from moe_prefetch.experts.store import RecordLayout
 from tests.integrations.deepspeed.ranks import run
 from tests.tiny import FAMILIES
 
-pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(1200)]
 TINY = [f"{kind} {family}" for kind in ("autotp", "autoep") for family in FAMILIES]
 
 

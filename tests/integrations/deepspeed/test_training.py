@@ -5,7 +5,7 @@ import pytest
 
 from tests.integrations.deepspeed.ranks import run
 
-pytestmark = [pytest.mark.framework, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(1200)]
 CASES = {1: ["fitted 0", "fitted 2", "too_short", "unwritable", "after", "running"],
          2: ["fitted 0", "fitted 1", "fitted 2", "uneven", "too_short", "unwritable", "autoep"], 4: ["fitted 0", "fitted 2"]}
 

@@ -32,7 +32,7 @@ def environment(version: str, *first: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
-def work(version: str, folder: Path, *cases: str, first: str = "", timeout: float = 800) -> Results:
+def work(version: str, folder: Path, *cases: str, first: str = "", timeout: float = 1400) -> Results:
     """Run cases under a version: those named, or all but the ones that run only when named."""
     done = subprocess.run([sys.executable, "-m", "tests.integrations.megatron.worker", str(folder), *cases], cwd=ROOT, text=True,
                           env=environment(version, *filter(None, [first])), capture_output=True, check=False, timeout=timeout)
@@ -55,7 +55,7 @@ class Results:
 
 
 # Whichever test comes first runs all the cases.
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 class Checks:
     version = ""
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-DEADLINE = timedelta(seconds=90)
+DEADLINE = timedelta(seconds=300)
 
 
 def _rank(rank: int, world: int, meeting: Path, names: list[str], folder: Path) -> None:
