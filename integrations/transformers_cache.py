@@ -57,7 +57,12 @@ class PagedLayer(CacheLayerMixin):
         outliers = 0 if self.kv.outliers == "none" and self.format.max_bits is not None else None
         if self.latent:
             return layout_for(self.format, k_dim, 0, rope=v_dim)
-        return layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.kv.window)
+        return layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.most_recent)
+
+    @property
+    def most_recent(self) -> int:
+        """Tokens that the window may hold: what bits are counted with."""
+        return self.kv.window + self.kv.settle - 1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout = self.layout(key_states.shape[-1], value_states.shape[-1])
@@ -78,7 +83,7 @@ class PagedLayer(CacheLayerMixin):
                 do="calibrate this model",
             )
         book = from_prompt if adaptive and self.stats is None else make_book(self.stats, layout, heads, self.kv.outliers, device)[0]
-        kept = {"sinks": self.kv.sinks, "window": self.kv.window}
+        kept = {"sinks": self.kv.sinks, "window": self.kv.window, "settle": self.kv.settle}
         self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints)
         if self._pads is not None:
             # Beams come as each prompt several times.
@@ -308,7 +313,7 @@ class PagedCache(Cache):
                     "attention": x.attention,
                     "saturated": saturated,
                     "nan": nan,
-                    "bits_per_element": store.layout.bits_per_element(sinks=x.kv.sinks, window=x.kv.window),
+                    "bits_per_element": store.layout.bits_per_element(sinks=x.kv.sinks, window=x.most_recent),
                     "outlier_share": used / (store.heads * (store.layout.k_dim + store.layout.v_dim)),
                 }
             )

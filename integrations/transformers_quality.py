@@ -60,6 +60,7 @@ def decoded(
     policy: Policy = "importance",
     sinks: int = 4,
     window: int = 64,
+    settle: int = 1,
     seen: dict[int, PageLayout] | None = None,
 ) -> Attention:
     """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts."""
@@ -69,7 +70,7 @@ def decoded(
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
-            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window)
+            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window + settle - 1)
             book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
             books[n] = layout, book
             if seen is not None:
@@ -91,9 +92,8 @@ def decoded(
             )
         layout, book = book_of(n, key, value)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        out = attend_as_decoded(
-            query, key, value, layout, book, sinks=sinks, window=window, scale=scale, sliding=kwargs.get("sliding_window") or 0
-        )
+        kept = {"sinks": sinks, "window": window, "settle": settle, "sliding": kwargs.get("sliding_window") or 0}
+        out = attend_as_decoded(query, key, value, layout, book, scale=scale, **kept)
         return out.transpose(1, 2).to(query.dtype), None
 
     return attention
@@ -124,12 +124,14 @@ def gate(
     policy: Policy = "importance",
     sinks: int = 4,
     window: int = 64,
+    settle: int = 1,
 ) -> Verdict:
     """Judge the cache on the user's own token ids ([S] each), under one of two budgets.
 
     max_kl    nats per token: every layer gets `format`, the worst ones fall back to fp8 and fp16 (`moe_prefetch.kv.gate.judge`)
     max_bits  bits per element at 32k tokens with everything counted: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
 
+    Sinks, window and settle as in the configuration to come; with `settle` 1 answers move most.
     One pass per text, layer and format tried. Raises ConfigError unless exactly one budget is given.
     """
     if (max_kl is None) == (max_bits is None):
@@ -137,8 +139,10 @@ def gate(
             "the gate needs one budget", where="gate(max_kl=, max_bits=)", expected="exactly one of the two", do="give a KL or a bit budget"
         )
 
+    kept = {"sinks": sinks, "window": window, "settle": settle}
+
     def logits_of(chosen: Mapping[int, str]) -> list[torch.Tensor]:
-        attention = decoded(stats, chosen, policy=policy, sinks=sinks, window=window) if chosen else None
+        attention = decoded(stats, chosen, policy=policy, **kept) if chosen else None
         return [log_probs(model, ids, attention) for ids in texts]
 
     layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -147,9 +151,9 @@ def gate(
     layouts: dict[int, dict[str, PageLayout]] = {n: {} for n in layers}
     for name in formats:
         seen: dict[int, PageLayout] = {}
-        log_probs(model, texts[0][:2], decoded(stats, dict.fromkeys(layers, name), policy=policy, sinks=sinks, window=window, seen=seen))
+        log_probs(model, texts[0][:2], decoded(stats, dict.fromkeys(layers, name), policy=policy, seen=seen, **kept))
         for n, layout in seen.items():
             layouts[n][name] = layout
     return judge_bits(
-        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=window)
+        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=window + settle - 1)
     )

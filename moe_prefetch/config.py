@@ -93,6 +93,7 @@ class KVConfig(_Section):
     format: KVName = "fp16"
     window: int = Field(64, ge=0, le=1 << 16, description="most recent tokens kept in FP16")
     sinks: int = Field(4, ge=0, le=1024, description="first tokens kept in FP16")
+    settle: int = Field(32, ge=1, le=128, description="tokens that leave the window together: up to settle - 1 more are in FP16")
     outliers: Literal["importance", "sigma", "topn", "none"] = "importance"
     calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
     layers: dict[int, KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
@@ -165,7 +166,7 @@ class Config(_Section):
         if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):
             faults.append("fit belongs to training, but experts, probe or kv set up inference; keep one of the two")
         if all(name == "fp16" for name in (self.kv.format, *self.kv.layers.values())):
-            for key in ("window", "sinks", "outliers", "calibration", "attention"):
+            for key in ("window", "sinks", "settle", "outliers", "calibration", "attention"):
                 if getattr(self.kv, key) != KVConfig.model_fields[key].default:
                     faults.append(f"kv.{key} is set, but kv.format: fp16 keeps everything as it is; set another format or drop {key}")
         if faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,18 +111,20 @@ def attend_as_decoded(
     *,
     sinks: int,
     window: int,
+    settle: int = 1,
     scale: float,
     sliding: int = 0,
     block: int = 512,
 ) -> torch.Tensor:
     """What T steps of decode give, in one pass: each query reads its own key unrounded, sinks and window in FP16, all else from pages.
+    Tokens leave the window `settle` at a time.
 
     The keys go through `kv_encode` and back; since the bytes of a page depend on its tokens alone, these are the bytes stepwise decode
     would have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.
     """
     B, H, T, _ = q_BHTd.shape
     N = k_BNTd.shape[1]
-    group = layout.format.append_group
+    group = math.lcm(layout.format.append_group, settle)
     store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device)
     store.append(k_BNTd, v_BNTd)
     recent_k, recent_v, own_k, own_v = k_BNTd.half().float(), v_BNTd.half().float(), k_BNTd.float(), v_BNTd.float()

@@ -174,7 +174,7 @@ def ids(n: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def config(format: str = "fp4-quality", **kw: Any) -> KVConfig:
-    return KVConfig(**{"format": format, "window": 16, **kw})
+    return KVConfig(**{"format": format, "window": 16, "settle": 1, **kw})
 
 
 def generate(model: Any, tokens: torch.Tensor, cache: Any, n: int = 24, **kw: Any) -> torch.Tensor:

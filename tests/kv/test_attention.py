@@ -46,7 +46,8 @@ def test_attention_equals_the_sum_it_is(name: str, groups: int, dim: int) -> Non
             want = attention_loop(
                 q[b, h], k_all[b, h // groups, pad:], v_all[b, h // groups, pad:], scale=SCALE, last=last, sink=sink, **kw
             )
-            assert torch.allclose(out[b, h].double(), want, atol=2e-5, rtol=1e-4)
+            # logits reach a hundred, so that FP32 leaves 1e-5 of each weight open
+            assert torch.allclose(out[b, h].double(), want, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -70,14 +71,14 @@ def test_stepwise_decode_equals_chunk_of_one_prefill(name: str, extra: dict[str,
     assert torch.equal(one.pool, two.pool)
 
 
-@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize(("window", "settle"), [(0, 1), (16, 1), (16, 32), (5, 7)])
 @pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72-c64", "nvfp4"])
-def test_one_pass_equals_stepwise_decode(name: str, window: int) -> None:
+def test_one_pass_equals_stepwise_decode(name: str, window: int, settle: int) -> None:
     n = 200
     k, v, q = tokens(n, 2, 64), tokens(n, 2, 64, seed=1), torch.randn(1, 6, n, 64)
     lay = layout(name)
-    whole = attend_as_decoded(q, k, v, lay, book(lay, 2), sinks=4, window=window, scale=SCALE, block=64)
-    s = LayerStore(lay, 2, book(lay, 2), sinks=4, window=window)
+    whole = attend_as_decoded(q, k, v, lay, book(lay, 2), sinks=4, window=window, settle=settle, scale=SCALE, block=64)
+    s = LayerStore(lay, 2, book(lay, 2), sinks=4, window=window, settle=settle)
     for i in range(n):
         at = slice(i, i + 1)
         out, _ = attend_chunk(s, q[:, :, at], k[:, :, at], v[:, :, at], scale=SCALE)

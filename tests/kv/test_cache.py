@@ -242,7 +242,7 @@ def test_sliding_layers_stay_as_configured() -> None:
 
 
 def test_window_zero_and_no_sinks_work(llama, stats) -> None:
-    cache = make_cache(llama.config, KVConfig(format="fp4-72", window=0, sinks=0), stats)
+    cache = make_cache(llama.config, KVConfig(format="fp4-72", window=0, sinks=0, settle=1), stats)
     models.generate(llama, models.ids(30), cache)
     cache.check_integrity()
     assert cache.layers[0].store.recent_k.shape[2] <= 1

@@ -129,6 +129,30 @@ def test_left_padding(cases, family: str, kw: dict[str, int]) -> None:
     assert {row["attention"] for row in cache.report()} == {"pages"}
 
 
+@pytest.mark.parametrize("format", ["fp8", "fp4-quality"])
+def test_tokens_leave_the_window_together(cases, format: str) -> None:
+    """`settle`: pages are written in one step of so many, and the window holds as many more at most."""
+    model, stats = cases["qwen2_moe"]
+    kv = models.config(format, settle=8)
+    cache = both(model, lambda: make_cache(model.config, kv, stats), models.ids(60, 2))
+    assert {row["attention"] for row in cache.report()} == {"pages"}
+    cache = make_cache(model.config, kv, stats)
+    held = []
+
+    def run() -> Counter[str]:
+        model(input_ids=models.ids(60), past_key_values=cache)
+        with Calls() as calls:
+            for _ in range(32):
+                model(input_ids=models.ids(1), past_key_values=cache)
+                held.append(cache.layers[0].store.live(0))
+        return calls.seen
+
+    # at 60 tokens, at 68, 76 and 84
+    assert under(model, OURS, run)["moe_prefetch::kv_encode"] == 2 * 4
+    # the step's own token counted
+    assert set(held) == set(range(17, 25)) and cache.layers[0].most_recent == 23
+
+
 def test_a_prompt_in_chunks(cases) -> None:
     """Chunks above the draft length read the decoded past; a short last one reads pages."""
     model, stats = cases["qwen3_moe"]
@@ -407,7 +431,8 @@ def test_attach_switches_and_detach_switches_back(cases, caplog: pytest.LogCaptu
     prompt = models.ids(80, 2)
     mask = torch.ones_like(prompt)
     mask[1, :25] = 0
-    with caplog.at_level(logging.INFO), moe_prefetch.attach(model, {"kv": {"format": "fp8", "window": 16, "attention": "pages"}}):
+    kv = {"format": "fp8", "window": 16, "settle": 1, "attention": "pages"}
+    with caplog.at_level(logging.INFO), moe_prefetch.attach(model, {"kv": kv}):
         assert model.config._attn_implementation == OURS and "pages, over sdpa" in caplog.text
         out = models.generate(model, prompt, None, mask=mask, return_dict_in_generate=True)
     layers = out.past_key_values.layers
