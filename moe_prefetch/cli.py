@@ -230,6 +230,24 @@ def bench_kv_attend(
     raise typer.Exit(job.main(argv, say=lambda *text, **_: out.print(*text, markup=False, highlight=False)))
 
 
+@bench.command("expert-mlp", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench_expert_mlp(
+    context: typer.Context,
+    file: Annotated[Path, typer.Option("--out", help="CSV of rows, as in benchmarks/results.")],
+    cases: Annotated[str, typer.Option(help="Regular expression over names such as qwen3-30b-a3b_t16, host, peer.")] = ".",
+    commit: Annotated[str, typer.Option(help="Commit to name in the rows.")] = "unknown",
+) -> None:
+    """A MoE layer from expert records beside torch._grouped_mm, a loop over experts and a copy within HBM. Needs a GPU: docs/experts.md."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("these figures need a GPU")
+    from .bench import expert_mlp as job
+
+    argv = ["--out", str(file), "--cases", cases, "--commit", commit, *context.args]
+    raise typer.Exit(job.main(argv, say=lambda *text, **_: out.print(*text, markup=False, highlight=False)))
+
+
 def main() -> None:
     """Entry point of `moe-prefetch`."""
     if sys.argv[1:] == ["env"]:

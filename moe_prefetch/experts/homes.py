@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..errors import ShapeError, UnsupportedModelError
-from ..kernels.expert_mlp.record import LINE, Piece, RecordLayout, pieces
+from ..kernels.expert_mlp.record import LINE, MX_SCALE_MAX, MX_SCALES, Piece, RecordLayout, pieces
 from ..runtime import Runtime
 from .store import ExpertSource
 
@@ -90,6 +90,7 @@ class MemoryStore:
         self.num_layers = source.num_layers
         first = source.tensors(0, 0)
         self.layout = RecordLayout.of(first)
+        self.form = self.layout.form()
         self.blocks: list[Block] = []
         self.peak_bytes: dict[str, int] = {}
         held = sum(source.held_bytes(layer) for layer in range(self.num_layers))
@@ -106,6 +107,7 @@ class MemoryStore:
                     if RecordLayout.of(parts) != self.layout:
                         raise UnsupportedModelError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
                                                     expected="one layout for all", do="leave this model's experts where they are")
+                    self._check_scales(parts, f"layer {layer}, expert {expert}")
                     self.layout.pack(parts, self._slot(layer, expert), stamp=(weights, layer, self._first + expert))
                     if progress:
                         progress(layer * source.num_experts + expert + 1, self.num_layers * source.num_experts)
@@ -115,6 +117,11 @@ class MemoryStore:
             self.close()
             raise
         self.num_experts = source.num_experts * (len(self.blocks[0].bases) if self.blocks else 1)
+
+    def _check_scales(self, parts: Mapping[str, Piece], where: str) -> None:
+        if self.form.weights == "mxfp4" and any(int(t.max()) > MX_SCALE_MAX for n in MX_SCALES for t in pieces(parts[n])):
+            raise UnsupportedModelError("an MXFP4 scale above 2", where=where, expected=f"E8M0 bytes up to {MX_SCALE_MAX}",
+                                        do="use bf16 weights: the kernels' factors end there")
 
     def _note(self, ours: str, records: int, theirs: str, held: int) -> None:
         now = {ours: records}

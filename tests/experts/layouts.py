@@ -75,7 +75,7 @@ def checkpoint_of(folder: Path, kind: str, layers: int = 2, seed: int = 0, shard
             out |= {at + "gate_up_proj": half(E, D, 2 * F), at + "down_proj": half(E, F, D)}
         elif kind == "mxfp4":
             for key, rows, columns in (("gate_up_proj", 2 * F, D), ("down_proj", D, F)):
-                out |= {f"{at}{key}_blocks": byte(E, rows, columns // 32, 16), f"{at}{key}_scales": byte(E, rows, columns // 32)}
+                out |= {f"{at}{key}_blocks": byte(E, rows, columns // 32, 16), f"{at}{key}_scales": byte(E, rows, columns // 32) % 129}
         if kind in ("gpt_oss", "mxfp4"):
             out |= {at + "gate_up_proj_bias": half(E, 2 * F), at + "down_proj_bias": half(E, D)}
         names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")

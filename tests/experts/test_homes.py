@@ -286,6 +286,16 @@ def test_a_record_without_a_kernel_says_so():
     assert extra.form() == Form("float32", 5, 4)
 
 
+def test_mxfp4_scales_beyond_the_kernels_factors_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = checkpoint_of(tmp_path, "mxfp4", layers=1)
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 3, 2] = 129
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="layer 0, expert 1"):
+        MemoryStore(CheckpointSource(tmp_path), LocalHome("cpu", REAL), REAL)
+
+
 def damaged(folder: Path, change) -> None:
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())

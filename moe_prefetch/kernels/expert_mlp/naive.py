@@ -1,10 +1,15 @@
-"""The law of the expert FFN: down(act(gate(x)) * up(x)), and of a MoE layer: a weighted sum in ascending expert order."""
+"""The law of the expert FFN: down(act(gate(x)) * up(x)), and of a MoE layer: a weighted sum in ascending expert order.
+
+Twice: in the model's dtype, as the CPU serves it, and from records in FP32, as the kernels are judged.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import linear
+
+from .record import Form, plain_scales
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,4 +46,67 @@ def moe(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
         token_n, weight_n = tokens_of(e, ids_TK, weights_TK)
         if len(token_n):
             accumulate(out_TD, hidden_TD, token_n, weight_n, gate_up_EFD[e], down_EDF[e], act)
+    return out_TD
+
+
+# from records ---------------------------------------------------------------------------------------------------------------
+# E2M1, by code: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def weights_of(record: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """The numbers that a record stands for: gate_up [2 F, D], down [D, F], and with biases gate_up_bias [2 F], down_bias [D]."""
+    v = form.layout().views(record)
+    out = {name: v[name].to(dtype) for name in ("gate_up_bias", "down_bias") if name in v}
+    for name in ("gate_up", "down"):
+        w = v[name]
+        if form.weights == "mxfp4":
+            code = torch.stack([w & 15, w >> 4], -1).flatten(-2)
+            scale = plain_scales(v[f"{name}_scale"], code.shape[1])
+            value = torch.tensor(E2M1, dtype=torch.float64, device=w.device)[code.long()] * _e8m0(scale)[..., None]
+            out[name] = value.flatten(1).to(dtype)
+        elif form.weights == "fp8":
+            scale = v[f"{name}_scale"]
+            scale = _e8m0(scale.view(torch.uint8)) if scale.dtype == torch.float8_e8m0fnu else scale.double()
+            halves = (scale.chunk(2), w.chunk(2)) if name == "gate_up" else ((scale,), (w,))
+            spread = [s.repeat_interleave(form.block, 0)[: len(m)].repeat_interleave(form.block, 1)[:, : m.shape[1]]
+                      for s, m in zip(*halves, strict=True)]
+            out[name] = (w.to(torch.float32).double() * torch.cat(spread)).to(dtype)
+        else:
+            out[name] = w.to(dtype)
+    return out
+
+
+def _e8m0(byte: torch.Tensor) -> torch.Tensor:
+    """2^(byte - 127) in float64; 255 is NaN."""
+    return torch.where(byte == 255, float("nan"), torch.exp2(byte.double() - 127))
+
+
+def gated(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """[2 F] -> [F]. Without a limit SwiGLU, silu(gate) * up (arXiv 2002.05202). With one what gpt-oss has: gate at most `limit`, up within
+    +-limit, then gate * sigmoid(alpha * gate) * (up + 1)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if limit == 0:
+        return gate * torch.sigmoid(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def moe_records(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, records: Sequence[torch.Tensor], form: Form,
+                limit: float = 0.0, alpha: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The law of the kernels: a MoE layer from records (uint8, one an expert), computed in `dtype` and returned in it, [T, D].
+
+    An expert that a token names twice counts once, with the sum of both weights; ids below 0 or from E on are masked. A token's experts are
+    added in ascending order, starting from zero. Each token is computed alone, so its result can't depend on its neighbours.
+    """
+    out_TD = torch.zeros(hidden_TD.shape, dtype=dtype, device=hidden_TD.device)
+    for e in range(len(records)):
+        token_n, weight_n = tokens_of(e, ids_TK, weights_TK.to(dtype))
+        if not len(token_n):
+            continue
+        w = weights_of(records[e], form, dtype)
+        for t, weight in zip(token_n.tolist(), weight_n, strict=True):
+            # A copy, since a row of a matrix may be aligned in another way than its neighbour, and sums follow alignment.
+            h = gated(torch.mv(w["gate_up"], hidden_TD[t].to(dtype, copy=True)) + w.get("gate_up_bias", 0), limit, alpha)
+            out_TD[t] += weight * (torch.mv(w["down"], h) + w.get("down_bias", 0))
     return out_TD

@@ -6,7 +6,8 @@ a product sums over is the contiguous one. Bytes between parts are zero.
 
 Weights are bf16, fp16 or fp32; `fp8` (E4M3 with one scale per block of block x block weights, as DeepSeek-V3's checkpoints and
 transformers' FP8Experts have it); `mxfp4` (E2M1, two a byte, the even element in the low nibble, with one E8M0 byte per 32; OCP
-Microscaling Formats 1.0, as gpt-oss's checkpoints have it).
+Microscaling Formats 1.0, as gpt-oss's checkpoints have it). MXFP4's scales [rows, columns / 32] lie as [columns / 128, rows, 4], the last
+four filled up with zeros: a kernel that works on 128 columns finds each row's as one aligned word, next to the other rows'.
 """
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ DTYPES = {**{name: getattr(torch, name) for name in PLAIN}, "float8_e4m3fn": tor
           "uint8": torch.uint8}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAMP = "stamp"
+MX_SCALE_MAX = 128  # kernels multiply E2M1 by scale * 2^126 in BF16; beyond it they give NaN
+MX_SCALES = ("gate_up_scale", "down_scale")
 ORDER = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
 
 # One part of an expert where it lives: a tensor of any strides, or several that follow each other along the first axis (gate, up).
@@ -73,7 +76,7 @@ class Form:
         if self.weights == "mxfp4":
             out: dict[str, tuple[str, tuple[int, ...]]] = {
                 "gate_up": ("uint8", (2 * F, D // GROUP, GROUP // 2)), "down": ("uint8", (D, F // GROUP, GROUP // 2)),
-                "gate_up_scale": ("uint8", (2 * F, D // GROUP)), "down_scale": ("uint8", (D, F // GROUP))}
+                "gate_up_scale": ("uint8", (-(-D // 128), 2 * F, 4)), "down_scale": ("uint8", (-(-F // 128), D, 4))}
         else:
             dtype = "float8_e4m3fn" if self.weights == "fp8" else self.weights
             out = {"gate_up": (dtype, (2 * F, D)), "down": (dtype, (D, F))}
@@ -125,6 +128,10 @@ class RecordLayout:
                 raise UnsupportedModelError("gate and up differ in dtype or width", where=name, expected="two matrices of one kind",
                                             do="use a supported model")
             shapes[name] = (dtype, (sum(t.shape[0] for t in pieces(piece)), *first.shape[1:]) if rest else tuple(first.shape))
+        for name in MX_SCALES:
+            if name in shapes and shapes[name][0] == "uint8":
+                rows, groups = shapes[name][1]
+                shapes[name] = ("uint8", (-(-groups // 4), rows, 4))
         return cls._build(shapes)
 
     def form(self) -> Form:
@@ -151,7 +158,7 @@ class RecordLayout:
         return form
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Parts of the record in a uint8 buffer of at least `nbytes`, without a copy. The stamp is `stamp_of`'s."""
+        """Parts of the record in a uint8 buffer of at least `nbytes`, as they lie there, without a copy. The stamp is `stamp_of`'s."""
         return {p.name: buffer[p.offset : p.offset + p.nbytes].view(DTYPES[p.dtype]).view(p.shape) for p in self.parts if p.name != STAMP}
 
     def pack(self, tensors: Mapping[str, Piece], buffer: torch.Tensor, *, stamp: tuple[int, int, int] = (0, 0, 0)) -> None:
@@ -162,7 +169,7 @@ class RecordLayout:
             end = p.offset + p.nbytes
         buffer[end : self.nbytes].zero_()
         for name, view in self.views(buffer).items():
-            _copy(tensors[name], view, out=False)
+            _copy(name, tensors[name], view, out=False)
         last = self.parts[-1]
         buffer[last.offset : last.offset + last.nbytes].view(torch.int64).copy_(torch.tensor([*stamp, 0, 0, 0, 0, 0], device="cpu"))
 
@@ -170,7 +177,7 @@ class RecordLayout:
         """The way back: a record's parts into tensors of the same shapes, any strides, bit for bit."""
         for name, view in self.views(buffer).items():
             if name in tensors:
-                _copy(tensors[name], view, out=True)
+                _copy(name, tensors[name], view, out=True)
 
     def stamp_of(self, buffer: torch.Tensor) -> tuple[int, int, int]:
         """Weight version, layer and expert of the record in a buffer."""
@@ -199,16 +206,32 @@ def _block(hidden: int, width: int, gate_up: tuple[int, ...], down: tuple[int, .
     raise ValueError("no block size")
 
 
-def _copy(piece: Piece, view: torch.Tensor, *, out: bool) -> None:
+def plain_scales(lying: torch.Tensor, groups: int) -> torch.Tensor:
+    """MXFP4 scales [columns / 128, rows, 4] as [rows, groups]."""
+    return lying.permute(1, 0, 2).flatten(1)[:, :groups]
+
+
+def _copy(name: str, piece: Piece, view: torch.Tensor, *, out: bool) -> None:
     """Bits of the pieces to the view, or back. As integers: no copy may quieten a NaN or change a denormal."""
     bits, at = view.view(BITS[view.dtype.itemsize]), 0
+    scales = name in MX_SCALES and view.dtype == torch.uint8
+    shape = (view.shape[1], pieces(piece)[0].shape[1]) if scales else view.shape
+    if sum(t.shape[0] if t.dim() else 1 for t in pieces(piece)) != (shape[0] if shape else 1):
+        raise ShapeError(f"{name} has {[tuple(t.shape) for t in pieces(piece)]}", where="experts", expected=str(tuple(shape)),
+                         do="experts of one store are of one shape")
     for t in pieces(piece):
-        if t.dtype != view.dtype or t.shape[1:] != view.shape[1:] or (not isinstance(piece, tuple) and t.shape != view.shape):
-            raise ShapeError(f"a part is {t.dtype} {tuple(t.shape)}", where="experts", expected=f"{view.dtype} {tuple(view.shape)}",
+        if t.dtype != view.dtype or t.shape[1:] != shape[1:] or (scales and -(-t.shape[1] // 4) != view.shape[0]):
+            raise ShapeError(f"{name} is {t.dtype} {tuple(t.shape)}", where="experts", expected=f"{view.dtype} {tuple(shape)}",
                              do="experts of one store are of one shape and dtype")
-        rows = bits[at : at + t.shape[0]] if isinstance(piece, tuple) else bits
-        mine = t.detach().view(bits.dtype)
-        mine.copy_(rows) if out else rows.copy_(mine)
-        at += t.shape[0] if t.dim() else 0
-    if isinstance(piece, tuple) and at != view.shape[0]:
-        raise ShapeError(f"pieces of {at} rows", where="experts", expected=f"{view.shape[0]}", do="experts of one store are of one shape")
+        theirs = t.detach().view(bits.dtype)
+        if scales:
+            ours, whole = bits[:, at : at + len(t)], t.shape[1] // 4
+            pairs = [(ours[:whole], theirs[:, : 4 * whole].unflatten(1, (whole, 4)).permute(1, 0, 2))] if whole else []
+            pairs += [(ours[whole, :, : t.shape[1] % 4], theirs[:, 4 * whole :])] if t.shape[1] % 4 else []
+        else:
+            pairs = [(bits[at : at + len(t)], theirs)] if t.dim() else [(bits, theirs)]
+        for mine, other in pairs:
+            other.copy_(mine) if out else mine.copy_(other)
+        at += len(t) if t.dim() else 0
+    if scales and not out and view.shape[0] * 4 != pieces(piece)[0].shape[1]:
+        bits[-1, :, pieces(piece)[0].shape[1] % 4 :] = 0

@@ -1,0 +1,137 @@
+"""What only a GPU can show of the kernels over expert records; each line says ok, or what is wrong. Exit code 1 when anything is.
+
+usage: python benchmarks/expert_mlp_checks.py [--replays N]
+
+1. error against the law in FP64 for every model's form and 1 to 300 tokens;
+2. a token's bits do not depend on its neighbours, whatever the number of tokens (and so the width of tiles);
+3. one captured graph, replayed with other ids, weights, hidden states and table entries (homes and copies), gives eager's bits, and the
+   allocator is not asked for anything;
+4. local memory, page-locked host memory and, with two GPUs, the other GPU's memory give the same bits;
+5. bytes between records stay as they were.
+`compute-sanitizer --tool memcheck python benchmarks/expert_mlp_checks.py --replays 3` is the sixth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from moe_prefetch.bench.expert_mlp import BOUND, MODELS, Model, draw, in_place, random_block
+from moe_prefetch.bench.kv_attend import relative
+from moe_prefetch.kernels.expert_mlp import fused, grouped
+from moe_prefetch.kernels.expert_mlp.naive import moe_records
+from moe_prefetch.kernels.expert_mlp.record import Form
+
+SMALL = {
+    "bf16 bias": Model(Form("bfloat16", 200, 72, "bfloat16"), 20, 3),
+    "fp16": Model(Form("float16", 264, 136, "float32"), 9, 2),
+    "fp8 e8m0": Model(Form("fp8", 160, 144, "", "float8_e8m0fnu", 64), 12, 4),
+    "mxfp4": Model(Form("mxfp4", 160, 96, "bfloat16"), 16, 4, limit=7.0),
+}
+FAULTS: list[str] = []
+
+
+def told(what: str, right: bool, more: str = "") -> None:
+    print(f"{'ok   ' if right else 'WRONG'} {what} {more}", flush=True)
+    if not right:
+        FAULTS.append(what)
+
+
+def table_of(block: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([r.data_ptr() for r in block], dtype=torch.int64, device="cuda")
+
+
+def errors_and_neighbours(name: str, model: Model) -> None:
+    form = model.form
+    dtype = torch.float16 if form.weights == "float16" else torch.bfloat16
+    block = random_block(form, model.experts + model.shared, "cuda")
+    table, longest = table_of(block), 4096
+    x = torch.randn(longest, form.hidden, device="cuda").to(dtype)
+    ids, weights = draw(model, longest, 0, "cuda")
+    call = lambda n: fused.launch(x[:n], ids[:n], weights[:n], table, form, model.limit, 1.702)  # noqa: E731
+    want = moe_records(x[:64], ids[:64], weights[:64], list(block), form, model.limit, 1.702, torch.float64)
+    alone = torch.cat([fused.launch(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], table, form, model.limit, 1.702) for t in range(64)])
+    for n in (1, 2, 7, 16, 63, 64, 128, 300, 1000, longest):
+        out, some = call(n), min(n, 64)
+        told(f"{name}, {n} tokens", relative(out[:some], want[:some]) <= BOUND, f"error {relative(out[:some], want[:some]):.1e}")
+        far = (out[:some] != alone[:some]).any(-1)
+        told(f"{name}, {n} tokens: bits as alone", not far.any(), f"{int(far.sum())} of {some} differ")
+    if grouped.serves(form, dtype, list(block)):
+        out = grouped.launch(x, ids, weights, list(block), form, model.limit, 1.702)
+        told(f"{name}: grouped", relative(out[:64], want) <= 3 * BOUND, f"error {relative(out[:64], want):.1e}")
+
+
+def replays(count: int) -> None:
+    model = Model(Form("bfloat16", 512, 384), 24, 4)
+    form, tokens = model.form, 9
+    homes, copies = (random_block(form, 24, "cuda") for _ in range(2))
+    copies.copy_(homes)
+    home_E, copy_E = table_of(homes), table_of(copies)
+    table, x = home_E.clone(), torch.zeros(tokens, form.hidden, dtype=torch.bfloat16, device="cuda")
+    ids, weights = draw(model, tokens, 0, "cuda")
+
+    def feed(i: int) -> None:
+        fresh = draw(model, tokens, i, "cuda")
+        ids.copy_(fresh[0])
+        weights.copy_(fresh[1])
+        x.copy_(torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(i)).to(x.dtype))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        fused.launch(x, ids, weights, table, form, 0.0, 1.0)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused.launch(x, ids, weights, table, form, 0.0, 1.0)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(count):
+        feed(i)
+        torch.where(torch.rand(24, device="cuda") < 0.5, home_E, copy_E, out=table)
+        graph.replay()
+        # Eager, from the homes.
+        wrong += (out != fused.launch(x, ids, weights, home_E, form, 0.0, 1.0)).any()
+    told(f"{count} replays with changing ids, weights and addresses", int(wrong) == 0, f"{int(wrong)} differ from eager")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(100):
+        graph.replay()
+    torch.cuda.synchronize()
+    told("no allocation in replays", torch.cuda.memory_stats()["allocation.all.allocated"] == before)
+
+
+def guards() -> None:
+    form = Form("mxfp4", 160, 96, "bfloat16")
+    size = form.layout().nbytes
+    whole = torch.full((8 * (size + 4096) + 4096,), 0xA5, dtype=torch.uint8, device="cuda")
+    block = random_block(form, 8, "cuda")
+    spread = [whole[4096 + e * (size + 4096) : 4096 + e * (size + 4096) + size] for e in range(8)]
+    for mine, record in zip(spread, block, strict=True):
+        mine.copy_(record)
+    before = whole.clone()
+    x = torch.randn(33, 160, device="cuda").to(torch.bfloat16)
+    ids, weights = draw(Model(form, 8, 3), 33, 0, "cuda")
+    table = torch.tensor([r.data_ptr() for r in spread], dtype=torch.int64, device="cuda")
+    fused.launch(x, ids, weights, table, form, 7.0, 1.702)
+    told("bytes of records and between them", torch.equal(whole, before))
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--replays", type=int, default=10_000)
+    a = ap.parse_args()
+    torch.manual_seed(0)
+    guards()
+    for name, model in {**SMALL, **MODELS}.items():
+        errors_and_neighbours(name, model)
+        torch.cuda.empty_cache()
+    replays(a.replays)
+    for home in ["host"] + ["peer"] * (torch.cuda.device_count() > 1):
+        _, gbps, same = in_place(home, 16, print)
+        told(f"in place from {home}: same bits", same, f"{gbps:.0f} GB/s")
+    print(f"{len(FAULTS)} faults", *FAULTS, sep="\n  ")
+    return bool(FAULTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

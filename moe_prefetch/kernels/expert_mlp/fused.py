@@ -1,0 +1,326 @@
+"""A MoE layer from records through a table of addresses, in four Triton launches: plan, gate_up, down, combine.
+
+`plan`     one program an expert: which (token, k) pairs are its own, in token order; a token that names it twice appears once.
+`gate_up`  one program an item (an expert and up to BT of its pairs) and block of BF rows: its gate and up rows are one tile of the MMA, the
+           activation follows in registers, h goes to [T K, F].
+`down`     the same for the rows of the second matrix; y goes to [T K, D] in FP32.
+`combine`  one program a token and block of channels: its experts' y in ascending order, times their weights.
+
+A program loads its table entry once, with acquire order, and its weights past L1 (`.cg`): another kernel may have published either.
+M of the MMA is weight rows, N is tokens, so few tokens waste little and weights come from registers where they are decoded (fp8, mxfp4).
+Sums run along the contiguous axis in one order whatever T is, so a token's result does not depend on its neighbours. Nothing depends on the
+host: ids, weights and addresses may change between replays of a captured graph.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .fused_elements import (
+    ASM,
+    BF16,
+    E8M0,
+    FP8,
+    FP16,
+    FP32,
+    MX,
+    NONE,
+    PLAIN,
+    e2m1,
+    e4m3,
+    entry,
+    high,
+    low,
+    narrow,
+    numbers,
+    part,
+    product,
+    wide,
+)
+from .record import Form
+
+CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
+PDL = True
+CHUNK = 256  # tokens that `plan` looks at together
+
+@triton.jit
+def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+             W: tl.constexpr, TYPE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+             BK: tl.constexpr, STAGES: tl.constexpr):
+    """Rows `row_R` of a [ROWS, N] matrix of the record times the vectors that start at elements x_T: FP32 [R, BT]."""
+    EVEN: tl.constexpr = N % BK == 0
+    acc_RT = tl.zeros((R, BT), tl.float32)
+    if W == PLAIN:
+        k_K = tl.arange(0, BK)
+        w_RK = part(address, AT, TYPE) + row_R[:, None] * N + k_K[None, :]
+        x_KT = x_ptr + x_T[None, :] + k_K[:, None]
+        for k in tl.range(0, N, BK, num_stages=STAGES):
+            if EVEN:
+                w = tl.load(w_RK + k, cache_modifier=".cg")
+                x = tl.load(x_KT + k, cache_modifier=".cg")
+            else:
+                w = tl.load(w_RK + k, mask=k_K[None, :] < N - k, other=0.0, cache_modifier=".cg")
+                x = tl.load(x_KT + k, mask=k_K[:, None] < N - k, other=0.0, cache_modifier=".cg")
+            acc_RT = product(w, x, acc_RT)
+    elif W == FP8:
+        # Words hold an even and an odd element: so do words of x, and the product is two, over even and over odd elements.
+        COLUMNS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+        j_J = tl.arange(0, BK // 2)
+        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * (N // 2) + j_J[None, :]
+        x_JT = x_ptr.to(tl.pointer_type(tl.int32)) + (x_T // 2)[None, :] + j_J[:, None]
+        on_R = scale_row_R >= 0
+        s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS, on_R, SCALE)
+        for k in tl.range(0, N, BK, num_stages=STAGES):
+            # The scales of the next step are asked for before this one's are needed.
+            next_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (k + BK) // BLOCK, on_R & (k + BK < N), SCALE)
+            if EVEN:
+                w = tl.load(w_RJ + k // 2, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, cache_modifier=".cg")
+            else:
+                w = tl.load(w_RJ + k // 2, mask=j_J[None, :] < (N - k) // 2, other=0, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, mask=j_J[:, None] < (N - k) // 2, other=0, cache_modifier=".cg")
+            p_RT = product(e4m3(w & 255, TYPE), low(x, TYPE), tl.zeros((R, BT), tl.float32))
+            acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
+            s_R = next_R
+    else:
+        # As above, with bytes for words.
+        j_J = tl.arange(0, BK // 2)
+        w_RJ = part(address, AT, tl.uint8) + row_R[:, None] * (N // 2) + j_J[None, :]
+        x_JT = x_ptr.to(tl.pointer_type(tl.int32)) + (x_T // 2)[None, :] + j_J[:, None]
+        scale = part(address, SCALE_AT, tl.int32)
+        s_R = tl.load(scale + row_R, cache_modifier=".cg")
+        for k in tl.range(0, N, BK, num_stages=STAGES):
+            next_R = tl.load(scale + ((k + BK) // BK) * ROWS + row_R, mask=(row_R >= 0) & (k + BK < N), other=0, cache_modifier=".cg")
+            if EVEN:
+                w = tl.load(w_RJ + k // 2, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, cache_modifier=".cg")
+            else:
+                w = tl.load(w_RJ + k // 2, mask=j_J[None, :] < (N - k) // 2, other=0, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, mask=j_J[:, None] < (N - k) // 2, other=0, cache_modifier=".cg")
+            byte = (s_R[:, None] >> (j_J // 16 * 8)[None, :]) & 255
+            factor = (tl.minimum(byte + 126, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            even, odd = e2m1(w, factor)
+            acc_RT = product(even, low(x, TYPE), acc_RT)
+            acc_RT = product(odd, high(x, TYPE), acc_RT)
+            s_R = next_R
+    return acc_RT
+
+
+@triton.jit(do_not_specialize=["T"])
+def plan(ids_ptr, pair_ptr, count_ptr, T, K: tl.constexpr, KP: tl.constexpr, CT: tl.constexpr, PDL: tl.constexpr):
+    """pair [E, T] int32: the pairs t K + k of expert `program_id`, ascending; count [E] int32: how many."""
+    e = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k_K = tl.arange(0, KP)
+    count = e * 0
+    first = e * 0
+    while first < T:
+        t_T = first + tl.arange(0, CT)
+        ids_TK = tl.load(ids_ptr + t_T.to(tl.int64)[:, None] * K + k_K[None, :], mask=(t_T < T)[:, None] & (k_K < K)[None, :], other=-1)
+        k_T = tl.min(tl.where(ids_TK == e, k_K[None, :], KP), axis=1)
+        mine_T = (k_T < KP).to(tl.int32)
+        at_T = count + tl.cumsum(mine_T, 0) - mine_T
+        tl.store(pair_ptr + e.to(tl.int64) * T + at_T, t_T * K + k_T, mask=mine_T > 0)
+        count += tl.sum(mine_T, 0)
+        first += CT
+    tl.store(count_ptr + e, count)
+
+
+@triton.jit
+def locate(count_ptr, item, E: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr):
+    """(expert, first of its pairs, how many it has) of an item; an expert from E on when there are fewer items."""
+    i_E = tl.arange(0, EP)
+    count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
+    tiles_E = (count_E + BT - 1) // BT
+    e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
+    before = tl.sum(tl.where(i_E < e, tiles_E, 0), 0)
+    return e, (item - before) * BT, tl.sum(tl.where(i_E == e, count_E, 0), 0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def gate_up(x_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+            D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+            BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """h [T K, F] = act(gate x) up x, of the pairs that count. BR rows: BR / 2 of gate, then as many of up."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    BF: tl.constexpr = BR // 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, first, n = locate(count_ptr, tl.program_id(1), E, EP, BT)
+    if e < E:
+        address = entry(where_ptr, e)
+        r_R = tl.arange(0, BR)
+        f_R = tl.minimum(tl.program_id(0) * BF + r_R % BF, F - 1)
+        row_R = tl.where(r_R < BF, f_R, F + f_R)
+        j_T = first + tl.arange(0, BT)
+        on_T = j_T < n
+        # Columns that do not count repeat the last pair.
+        pair_T = tl.load(pair_ptr + e.to(tl.int64) * T + tl.minimum(j_T, n - 1), cache_modifier=".cg").to(tl.int64)
+        scale_row_R = row_R
+        if W == FP8:
+            scale_row_R = f_R // BLOCK + tl.where(r_R < BF, 0, (F + BLOCK - 1) // BLOCK)
+        acc_RT = multiply(address, row_R, scale_row_R, x_ptr, pair_T // K * D, 2 * F, D, AT, SCALE_AT, W, TYPE, SCALE, BLOCK,
+                          BR, BT, BK, STAGES)
+        if BIAS != NONE:
+            acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
+        gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_RT, (2, BF, BT)), (1, 2, 0)))
+        if CLAMPED:
+            # Comparisons that a NaN passes through.
+            gate_FT = tl.where(gate_FT > limit, limit, gate_FT)
+            up_FT = tl.where(up_FT > limit, limit, tl.where(up_FT < -limit, -limit, up_FT)) + 1.0
+            h_FT = gate_FT / (1.0 + tl.exp(-alpha * gate_FT)) * up_FT
+        else:
+            h_FT = gate_FT / (1.0 + tl.exp(-gate_FT)) * up_FT
+        f_F = tl.program_id(0) * BF + tl.arange(0, BF)
+        tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def down(h_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+         W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+         BIAS_AT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """y [T K, D] FP32 = down h + bias, of the pairs that count."""
+    TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e, first, n = locate(count_ptr, tl.program_id(1), E, EP, BT)
+    if e < E:
+        address = entry(where_ptr, e)
+        d_R = tl.program_id(0) * BR + tl.arange(0, BR)
+        row_R = tl.minimum(d_R, D - 1)
+        j_T = first + tl.arange(0, BT)
+        on_T = j_T < n
+        pair_T = tl.load(pair_ptr + e.to(tl.int64) * T + tl.minimum(j_T, n - 1), cache_modifier=".cg").to(tl.int64)
+        scale_row_R = row_R
+        if W == FP8:
+            scale_row_R = row_R // BLOCK
+        acc_RT = multiply(address, row_R, scale_row_R, h_ptr, pair_T * F, D, F, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK, STAGES)
+        if BIAS != NONE:
+            acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
+        tl.store(y_ptr + pair_T[None, :] * D + d_R[:, None], acc_RT, mask=on_T[None, :] & (d_R < D)[:, None])
+
+
+@triton.jit
+def combine(y_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+            PDL: tl.constexpr):
+    """out [T, D] = the sum over a token's experts, ascending, of weight times y; y [T K, D] in any type."""
+    t = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k_K = tl.arange(0, KP)
+    on_K = k_K < K
+    id_K = tl.load(ids_ptr + t * K + k_K, mask=on_K, other=-1)
+    weight_K = tl.load(weights_ptr + t * K + k_K, mask=on_K, other=0.0)
+    on_K = (id_K >= 0) & (id_K < E)
+    id_K = tl.where(on_K, id_K, -1).to(tl.int32)
+    # Of equal ids the first counts, with all their weights. [i, j]: j against i.
+    same = (id_K[:, None] == id_K[None, :]) & on_K[:, None]
+    weight_K = tl.sum(tl.where(same, weight_K[None, :], 0.0), 1)
+    counts_K = on_K & (tl.min(tl.where(same, k_K[None, :], KP), 1) == k_K)
+    rank_K = tl.sum((counts_K[None, :] & (id_K[None, :] < id_K[:, None])).to(tl.int32), 1)
+    d_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    acc_D = tl.zeros((BD,), tl.float32)
+    for i in tl.static_range(K):
+        here_K = counts_K & (rank_K == i)
+        there = tl.sum(here_K.to(tl.int32), 0) > 0
+        k = tl.sum(tl.where(here_K, k_K, 0), 0)
+        weight = tl.sum(tl.where(here_K, weight_K, 0.0), 0)
+        y_D = wide(tl.load(y_ptr + (t * K + k) * D + d_D, mask=(d_D < D) & there, other=0.0, cache_modifier=".cg"))
+        acc_D = tl.where(there, acc_D + weight * y_D, acc_D)
+    tl.store(out_ptr + t * D + d_D, narrow(acc_D, out_ptr.dtype.element_ty), mask=d_D < D)
+
+
+def serves(form: Form, dtype: torch.dtype) -> bool:
+    """Whether records of this form are multiplied with hidden states of this type."""
+    name = str(dtype).removeprefix("torch.")
+    if form.weights == "mxfp4":
+        return name == "bfloat16" and form.hidden % 32 == 0 and form.width % 32 == 0
+    if form.weights == "fp8":
+        return name in ("bfloat16", "float16") and 32 <= form.block <= 128 and form.hidden % 16 == 0 and form.width % 16 == 0
+    return name in ("bfloat16", "float16") and form.weights == name
+
+
+def tuning(form: Form, tokens: int, top_k: int, experts: int) -> tuple[int, int, int]:
+    """(pairs of an item, warps, stages): by how many pairs an expert has on average, so that few experts need a second item."""
+    pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
+    if pairs <= 8:
+        return 16, 4, 4
+    if pairs <= 20:
+        return 32, 4, 4
+    if pairs <= 64:
+        return 64, 4, 3
+    # fp8 has two accumulators, of a block and of all.
+    return 64 if form.weights == "fp8" else 128, 8, 3
+
+
+def rows(form: Form, rows_in_all: int, tile: tuple[int, int, int], items: int) -> int:
+    """Rows of a program: more for eight warps, and where decoding costs instructions as long as a large chip has two waves of programs."""
+    return 128 if tile[1] == 8 or (form.weights == "mxfp4" and tile[0] <= 32 and rows_in_all // 128 * items >= 264) else 64
+
+
+def step(form: Form, columns: int) -> int:
+    """Columns of a step of the loop."""
+    if form.weights == "fp8":
+        return min(128, form.block)
+    if form.weights == "mxfp4" or columns % 128 == 0 or columns % 64:
+        return 128
+    return 64
+
+
+def constants(form: Form, which: str, experts: int, tile: tuple[int, int, int], items: int) -> dict[str, Any]:
+    """What `gate_up` and `down` have in common as constants."""
+    at = {p.name: p.offset for p in form.layout().parts}
+    all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
+    return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "D": form.hidden, "F": form.width,
+            "W": {"fp8": FP8.value, "mxfp4": MX.value}.get(form.weights, PLAIN.value), "SCALE": CODES[form.scale], "BLOCK": form.block or 1,
+            "BIAS": CODES[form.bias], "AT": at[which], "SCALE_AT": at.get(f"{which}_scale", 0), "BIAS_AT": at.get(f"{which}_bias", 0),
+            "BT": tile[0], "BR": rows(form, all_rows, tile, items), "BK": step(form, columns), "STAGES": tile[2], "PDL": PDL and ASM.value}
+
+
+def items_of(pairs: int, experts: int, width: int) -> int:
+    """How many items there are at most: every expert that has pairs has one, and one more for `width` pairs more."""
+    most = min(experts, pairs)
+    return most + (pairs - most) // width
+
+
+def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, where_E: torch.Tensor, form: Form, limit: float,
+           alpha: float) -> torch.Tensor:
+    """See `op.expert_mlp`; at least one token and one k."""
+    (tokens, hidden), top_k, experts = hidden_TD.shape, ids_TK.shape[1], where_E.shape[0]
+    tile = tuning(form, tokens, top_k, experts)
+    pairs, device = tokens * top_k, hidden_TD.device
+    items = items_of(pairs, experts, tile[0])
+    # Scratch: every element that is read has been written by this call.
+    pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
+    count = torch.empty(experts, dtype=torch.int32, device=device)
+    h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
+    y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
+    pdl = {"launch_pdl": True} if PDL and ASM.value else {}
+    on = PDL and ASM.value
+    wide_k = triton.next_power_of_2(max(2, top_k))
+    plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=wide_k, CT=CHUNK, PDL=on, num_warps=4, **pdl)
+    first, second = (constants(form, which, experts, tile, items) for which in ("gate_up", "down"))
+    gate_up[(-(-2 * form.width // first["BR"]), items)](hidden_TD, where_E, pair, count, h, tokens, limit, alpha, K=top_k,
+                                                        CLAMPED=limit != 0, num_warps=tile[1], **first, **pdl)
+    down[(-(-hidden // second["BR"]), items)](h, where_E, pair, count, y, tokens, num_warps=tile[1], **second, **pdl)
+    return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
+
+
+def total(y: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """The last step: y [T K, D] of all pairs to [T, D]. Rows of pairs that do not count are not read."""
+    (tokens, top_k), hidden = ids_TK.shape, y.shape[1]
+    out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
+    on = PDL and ASM.value
+    block = 512 if tokens > 8 else 256
+    combine[(tokens, -(-hidden // block))](y, ids_TK, weights_TK, out, E=experts, K=top_k, KP=triton.next_power_of_2(max(2, top_k)),
+                                           D=hidden, BD=block, PDL=on, num_warps=4, **({"launch_pdl": True} if on else {}))
+    return out

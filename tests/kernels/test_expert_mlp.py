@@ -1,0 +1,420 @@
+"""The kernels over expert records against their law, and the law against transformers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+pytest.importorskip("triton")
+
+from moe_prefetch.errors import ShapeError
+from moe_prefetch.kernels.expert_mlp import fused, fused_elements, grouped
+from moe_prefetch.kernels.expert_mlp.naive import E2M1, gated, moe_records, weights_of
+from moe_prefetch.kernels.expert_mlp.op import _expert_mlp, expert_mlp, with_shared
+from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout
+
+from .expert_cases import DEVICE, FORMS, dtype_of, hidden, records, routing, table
+
+# Rounding of hidden states between the products, and of the result: a few units of half the type's last place.
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+def run(form, x, ids, weights, recs, limit=0.0, alpha=1.702):
+    return fused.launch(x, ids, weights, table(recs), form, limit, alpha)
+
+
+def law(form, x, ids, weights, recs, limit=0.0, alpha=1.702):
+    return moe_records(x, ids, weights, recs, form, limit, alpha, torch.float64)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach(), want.detach()
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
+
+
+# the law --------------------------------------------------------------------------------------------------------------------
+def test_the_law_is_transformers_gpt_oss():
+    from tests.experts.layouts import E, module_of
+
+    module = module_of("gpt_oss")
+    g = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.data = torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 * 3
+    from moe_prefetch.experts.homes import LocalHome, MemoryStore
+    from moe_prefetch.experts.sources import ModuleSource
+    from moe_prefetch.runtime import REAL
+
+    x = torch.randn(9, 64, generator=g) * 3
+    weights, ids = torch.randn(9, E, generator=g).softmax(-1).topk(2)
+    want = module(x, ids, weights)
+    store = MemoryStore(ModuleSource([module]), LocalHome("cpu", REAL), REAL)
+    recs = [store.buffer(0, e) for e in range(E)]
+    got = moe_records(x, ids, weights, recs, store.form, module.limit, module.alpha)
+    assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek", "qwen3"])
+def test_the_law_is_transformers_swiglu(kind):
+    from moe_prefetch.experts.homes import LocalHome, MemoryStore
+    from moe_prefetch.experts.sources import ModuleSource
+    from moe_prefetch.runtime import REAL
+    from tests.experts.layouts import E, module_of
+
+    module = module_of(kind)
+    g = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.data = torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5
+    x = torch.randn(9, 64, generator=g)
+    weights, ids = torch.randn(9, E, generator=g).softmax(-1).topk(2)
+    want = module(x, ids, weights)
+    store = MemoryStore(ModuleSource([module]), LocalHome("cpu", REAL), REAL)
+    assert error(moe_records(x, ids, weights, [store.buffer(0, e) for e in range(E)], store.form), want) < 1e-5
+
+
+def test_mxfp4_stands_for_what_transformers_reads_in_it():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (1, 192, 5, 16), dtype=torch.uint8, generator=g)
+    scales = torch.randint(100, 129, (1, 192, 5), dtype=torch.uint8, generator=g)
+    want = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
+    down, down_scales = torch.zeros(160, 3, 16, dtype=torch.uint8), torch.zeros(160, 3, dtype=torch.uint8)
+    parts = {"gate_up": blocks[0], "down": down, "gate_up_scale": scales[0], "down_scale": down_scales}
+    layout = RecordLayout.of(parts)
+    record = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    layout.pack(parts, record)
+    assert layout.form() == Form("mxfp4", 160, 96)
+    assert torch.equal(weights_of(record, layout.form())["gate_up"], want)
+
+
+def test_fp8_blocks_of_gate_and_up_are_counted_apart():
+    """80 rows in blocks of 32: the third block of gate has 16 rows, and up begins a block of its own."""
+    form = FORMS["fp8"]
+    (record,) = records(form, 1, device="cpu")
+    v = form.layout().views(record)
+    w = weights_of(record, form, torch.float64)["gate_up"]
+    for row in (0, 31, 32, 79, 80, 111, 112, 159):
+        block = row // 32 if row < 80 else 3 + (row - 80) // 32
+        for column in (0, 31, 32, 95):
+            assert float(w[row, column]) == float(v["gate_up"][row, column].float()) * float(v["gate_up_scale"][block, column // 32])
+
+
+def test_a_token_alone_and_among_others_is_the_same_by_law():
+    form = FORMS["bf16"]
+    recs, x = records(form, 5, device="cpu"), hidden(form, 9).cpu()
+    ids, weights = (t.cpu() for t in routing(9, 3, 5))
+    together = moe_records(x, ids, weights, recs, form)
+    for t in range(9):
+        one = slice(t, t + 1)
+        assert torch.equal(moe_records(x[one], ids[one], weights[one], recs, form), together[one])
+
+
+def test_clamping_is_what_gpt_oss_says():
+    gate_up = torch.tensor([-9.0, -1.0, 0.0, 8.0, float("nan"), 1.0, -8.0, 8.0, 0.5, -0.5, 1.0, float("nan")])
+    got = gated(gate_up, 7.0, 1.702)
+    for i, (g, u) in enumerate(zip(gate_up[:6].tolist(), gate_up[6:].tolist())):
+        g, u = min(g, 7.0), min(max(u, -7.0), 7.0)
+        want = g * torch.sigmoid(torch.tensor(1.702 * g)) * (u + 1)
+        assert torch.allclose(got[i], want, equal_nan=True)
+
+
+# the kernels ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "tokens"), [(n, 1) for n in FORMS] + [("bf16", 63), ("mxfp4", 63), ("fp8", 63), ("fp16", 17)])
+def test_same_as_the_law(name, tokens):
+    form = FORMS[name]
+    recs, x = records(form, 5), hidden(form, tokens)
+    ids, weights = routing(tokens, 3, 5)
+    for limit in (0.0, 1.5):
+        assert error(run(form, x, ids, weights, recs, limit), law(form, x, ids, weights, recs, limit)) < BOUND[x.dtype]
+
+
+def test_more_tokens_than_plan_looks_at_together_and_wide_tiles():
+    form = Form("bfloat16", 40, 24)
+    recs, x = records(form, 2), hidden(form, 300)
+    ids, weights = routing(300, 1, 2)
+    assert fused.tuning(form, 300, 1, 2)[0] == 128
+    assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[x.dtype]
+
+
+@pytest.mark.parametrize("name", ["bf16_bias", "fp8_bf16_scales", "mxfp4"])
+def test_whole_numbers_are_exact(name):
+    """Sums of small whole numbers are exact in every order, so all differences are mistakes: a wrong row, scale, pair or weight."""
+    form = FORMS[name]
+    recs = records(form, 4, whole=True)
+    x = torch.zeros(40, form.hidden, dtype=torch.bfloat16, device=DEVICE)
+    # One element a token, in every column in turn: the result is a column of the first matrix, through the second.
+    x[torch.arange(40), torch.arange(40) * 7 % form.hidden] = 1
+    ids = (torch.arange(40, device=DEVICE)[:, None] + torch.tensor([[0, 2]], device=DEVICE)) % 4
+    weights = torch.tensor([[1.0, 2.0]], device=DEVICE).expand(40, 2).contiguous()
+    got = run(form, x, ids, weights, recs, limit=1000.0, alpha=1000.0)
+    # alpha = 1000 makes the sigmoid a step, so that h is whole too: max(gate, 0) * (up + 1).
+    want = torch.zeros_like(got, dtype=torch.float64)
+    for t in range(40):
+        for e, weight in zip(ids[t].tolist(), weights[t].tolist()):
+            w = weights_of(recs[e], form, torch.float64)
+            gate, up = (w["gate_up"] @ x[t].double() + w.get("gate_up_bias", torch.zeros(1, dtype=torch.float64, device=DEVICE))).chunk(2)
+            mid = (gate.clamp(min=0) * (up + 1)).to(torch.bfloat16).double()
+            want[t] += weight * (w["down"] @ mid + w.get("down_bias", 0))
+    assert torch.equal(got, want.to(torch.bfloat16))
+
+
+def test_masked_repeated_and_strange_ids():
+    form = FORMS["bf16"]
+    recs, x = records(form, 4), hidden(form, 6)
+    ids = torch.tensor([[-1, -1, -1], [2, 2, 2], [4, 3, -7], [1, 0, 1], [1 << 40, 3, 0], [0, 1, 2]], device=DEVICE)
+    weights = torch.rand(6, 3, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    got = run(form, x, ids, weights, recs)
+    assert not got[0].any(), "a token without experts gets zeros"
+    merged = torch.tensor([[2], [3]], device=DEVICE)
+    alone = torch.stack([weights[1].sum(), weights[2, 1]])[:, None]
+    assert error(got[1:3], law(form, x[1:3], merged, alone, recs)) < BOUND[x.dtype]
+    assert error(got, law(form, x, ids, weights, recs)) < BOUND[x.dtype]
+    order = torch.tensor([2, 0, 1], device=DEVICE)
+    assert torch.equal(run(form, x, ids[:, order], weights[:, order], recs)[4:], got[4:]), "experts are added in order of their ids"
+
+
+def test_an_expert_that_all_tokens_choose_and_experts_without_any():
+    form = FORMS["mxfp4_whole"]
+    recs, x = records(form, 20), hidden(form, 50)
+    ids, weights = torch.full((50, 1), 13, device=DEVICE), torch.ones(50, 1, device=DEVICE)
+    assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[x.dtype]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4"])
+def test_bad_tokens_and_bad_experts_touch_no_other(name):
+    form = FORMS[name]
+    recs, x = records(form, 4), hidden(form, 20)
+    ids, weights = routing(20, 2, 4)
+    clean = run(form, x, ids, weights, recs)
+    x[3, 5], x[7, 0], x[11, 1] = float("nan"), float("inf"), -float("inf")
+    got = run(form, x, ids, weights, recs)
+    others = [t for t in range(20) if t not in (3, 7, 11)]
+    assert torch.equal(got[others], clean[others])
+    want = law(form, x, ids, weights, recs)
+    assert torch.equal(got.isnan(), want.isnan())
+    # An expert whose memory is poison, chosen by nobody.
+    recs[2].fill_(0xFF)
+    mine = (ids == 2).any(-1)
+    got = run(form, x, ids, weights, recs)
+    keep = [t for t in others if not bool(mine[t])]
+    assert torch.equal(got[keep], clean[keep])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e8m0", "mxfp4"])
+def test_special_hidden_states(name):
+    form = FORMS[name]
+    recs = records(form, 3)
+    x = torch.zeros(4, form.hidden, dtype=dtype_of(form), device=DEVICE)
+    x[1] = 1e-40 if x.dtype == torch.bfloat16 else 6e-8
+    x[2, 0] = 1e30 if x.dtype == torch.bfloat16 else 6e4
+    x[3] = -0.0
+    ids, weights = torch.tensor([[0], [1], [2], [0]], device=DEVICE), torch.ones(4, 1, device=DEVICE)
+    got, want = run(form, x, ids, weights, recs, 7.0), law(form, x, ids, weights, recs, 7.0)
+    # BF16's smallest numbers may be taken for zero by tensor cores: what they add is below any bound.
+    scale = want.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    assert float(((got.double() - want).abs() / scale).max()) < 4 * BOUND[x.dtype]
+
+
+def test_every_mxfp4_byte_and_scale():
+    """All 256 bytes under scales from the smallest to the largest, through the kernel: one-hot tokens read columns back."""
+    form = Form("mxfp4", 64, 64)
+    (record,) = records(form, 1)
+    v = form.layout().views(record)
+    v["gate_up"][:64].fill_(0x77)
+    v["gate_up_scale"][:, :64] = 128
+    # down is the identity over h's 64 elements
+    v["down"].zero_()
+    v["down_scale"].fill_(127)
+    for f in range(64):
+        v["down"][f].view(-1)[f // 2] = 2 << (f % 2 * 4)
+    v["gate_up"][64:].view(8, 256).copy_(torch.arange(256, dtype=torch.uint8).expand(8, 256))
+    x, ids = torch.eye(64, dtype=torch.bfloat16, device=DEVICE), torch.zeros(64, 1, dtype=torch.int64, device=DEVICE)
+    ones = torch.ones(64, 1)
+    for scales in ([0, 1, 2, 3, 7, 30, 60, 90], [100, 118, 124, 125, 126, 127, 128, 128]):
+        v["gate_up_scale"][:, 64:] = torch.tensor(scales, dtype=torch.uint8, device=DEVICE).repeat_interleave(8)[None, :, None]
+        value = weights_of(record, form, torch.float64)["gate_up"][64:]
+        got = run(form, x, ids, ones.to(DEVICE), [record]).double().T
+        want = value * 12 / (1 + torch.exp(torch.tensor(-12.0, dtype=torch.float64)))
+        normal = want.abs() > 1e-37
+        assert bool(((got - want).abs() <= want.abs() / 128)[normal].all())
+        assert bool((got[~normal].abs() <= 1e-37).all()) and bool((got[value == 0] == 0).all())
+
+
+def test_poisoned_scratch_is_never_read():
+    """tests/conftest.py fills what `torch.empty` gives with NaN; ids that leave pairs out make holes in it."""
+    form = FORMS["bf16"]
+    recs, x = records(form, 5), hidden(form, 33)
+    ids = torch.where(torch.arange(33, device=DEVICE)[:, None] % 3 == 0, -1, torch.arange(33, device=DEVICE)[:, None] % 5).expand(33, 2)
+    out = run(form, x, ids.contiguous(), torch.ones(33, 2, device=DEVICE), recs)
+    assert not out.isnan().any() and not out[::3].any()
+
+
+def test_guards_around_records_and_scratch_stay_intact():
+    form = FORMS["mxfp4"]
+    recs = records(form, 4, guard=256)
+    x, (ids, weights) = hidden(form, 17), routing(17, 2, 4)
+    whole = recs[0]._base
+    before = whole.clone()
+    run(form, x, ids, weights, recs)
+    assert torch.equal(whole, before)
+
+
+def test_the_table_decides_what_is_read():
+    """An entry that leads to a copy, with the home poisoned: the copy's numbers come out; led home again, the home's."""
+    from moe_prefetch.experts.homes import LocalHome, MemoryStore
+    from moe_prefetch.experts.sources import ModuleSource
+    from moe_prefetch.experts.where import Where
+    from moe_prefetch.runtime import REAL
+    from tests.experts.layouts import E, module_of
+
+    module = module_of("qwen3")
+    g = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.data = (torch.randn(p.shape, generator=g) / 8).to(torch.bfloat16)
+    store = MemoryStore(ModuleSource([module]), LocalHome(DEVICE, REAL), REAL)
+    where = Where(store, DEVICE)
+    x = torch.randn(5, 64, generator=g).to(torch.bfloat16).to(DEVICE)
+    ids, weights = (torch.arange(5, device=DEVICE) % E)[:, None], torch.ones(5, 1, device=DEVICE)
+    want = fused.launch(x, ids, weights, where.address_LE[0], store.form, 0.0, 1.0)
+    slot = LocalHome(DEVICE, REAL).allocate(store.layout.nbytes).mine
+    with pytest.raises(ShapeError, match="the copy holds"):
+        where.point(0, 1, slot)
+    slot.copy_(store.buffer(0, 1))
+    where.point(0, 1, slot)
+    home = store.buffer(0, 1).clone()
+    store.buffer(0, 1).fill_(0xFF)
+    assert torch.equal(fused.launch(x, ids, weights, where.address_LE[0], store.form, 0.0, 1.0), want)
+    assert error(moe_records(x, ids, weights, where.records(0), store.form), want) < BOUND[x.dtype]
+    slot.fill_(0xFF)
+    store.buffer(0, 1).copy_(home)
+    where.rehome(0, 1)
+    assert torch.equal(fused.launch(x, ids, weights, where.address_LE[0], store.form, 0.0, 1.0), want)
+    assert where.address_LE[0].tolist() == [store.address(0, e) for e in range(E)]
+    for bad in (slot[1:], slot[:100], slot.view(torch.int8)):
+        with pytest.raises(ShapeError, match="a copy in"):
+            where.point(0, 1, bad)
+
+
+# grouped --------------------------------------------------------------------------------------------------------------------
+def test_grouped_products_are_the_law_too():
+    form = Form("bfloat16", 64, 48, "bfloat16")
+    recs, x = records(form, 5), hidden(form, 40)
+    ids, weights = routing(40, 3, 5)
+    assert grouped.serves(form, x.dtype, recs) and not grouped.serves(form, x.dtype, [recs[1], recs[0], *recs[2:]])
+    for limit in (0.0, 1.5):
+        got = grouped.launch(x, ids, weights, recs, form, limit, 1.702)
+        # One rounding more than the kernels: products come out in BF16.
+        assert error(got, law(form, x, ids, weights, recs, limit)) < 3 * BOUND[x.dtype]
+
+
+# the op ---------------------------------------------------------------------------------------------------------------------
+def args(form, tokens=3, experts=4):
+    recs = records(form, experts)
+    ids, weights = routing(tokens, 2, experts)
+    return (hidden(form, tokens), ids, weights, table(recs), recs, form.weights, form.width, form.bias, form.scale, form.block, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["bf16_bias", "fp8", "mxfp4"])
+def test_opcheck(name):
+    torch.library.opcheck(_expert_mlp, args(FORMS[name]))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_op_is_the_law(name):
+    form = FORMS[name]
+    recs, x = records(form, 4), hidden(form, 5)
+    ids, weights = routing(5, 2, 4)
+    got = expert_mlp(x, ids.int(), weights.to(torch.bfloat16), table(recs), form, records=recs)
+    assert got.dtype == x.dtype
+    assert error(got, law(form, x, ids, weights.to(torch.bfloat16), recs, 0.0)) < BOUND[x.dtype]
+
+
+def test_no_tokens_and_no_experts_a_token():
+    form = FORMS["bf16"]
+    recs = records(form, 4)
+    for tokens, k in ((0, 2), (3, 0)):
+        x = hidden(form, tokens)
+        out = expert_mlp(x, torch.zeros(tokens, k, dtype=torch.int64, device=DEVICE), torch.zeros(tokens, k, device=DEVICE), table(recs),
+                         form, records=recs)
+        assert out.shape == x.shape and not out.any()
+
+
+def test_shared_experts_are_records_that_every_token_uses():
+    """A shared FFN twice as wide as a routed one is two records: their outputs add up."""
+    form = FORMS["bf16"]
+    recs, x = records(form, 6), hidden(form, 7)
+    ids, weights = routing(7, 2, 4)
+    share = torch.rand(7, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    all_ids, all_weights = with_shared(torch.where(ids >= 4, -1, ids), weights, 4, 2, share)
+    got = run(form, x, all_ids, all_weights, recs)
+    a, b = weights_of(recs[4], form, torch.float64), weights_of(recs[5], form, torch.float64)
+    halves = [torch.cat([a["gate_up"].chunk(2)[i], b["gate_up"].chunk(2)[i]]) for i in (0, 1)]
+    wide_down = torch.cat([a["down"], b["down"]], 1)
+    shared = linear(gated(linear(x.double(), torch.cat(halves)), 0.0, 1.0), wide_down)
+    want = law(form, x, torch.where(ids >= 4, -1, ids), weights, recs) + share.double()[:, None] * shared
+    assert error(got, want) < BOUND[x.dtype]
+    assert with_shared(ids, weights, 4, 1)[1][:, -1].eq(1).all()
+
+
+def test_what_does_not_fit_is_refused_before_any_work():
+    form = FORMS["bf16"]
+    recs, x = records(form, 4), hidden(form, 3)
+    ids, weights, where = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE), torch.ones(3, 2, device=DEVICE), table(recs)
+    good = {"hidden_TD": x, "ids_TK": ids, "weights_TK": weights, "where_E": where, "form": form, "records": recs}
+    for change in ({"hidden_TD": x[:, :-1]}, {"ids_TK": ids[:2]}, {"ids_TK": ids.float()}, {"ids_TK": ids.bool()}, {"weights_TK": ids},
+                   {"where_E": where.int()}, {"where_E": where[None]}, {"records": recs[:3]}, {"records": [r[:64] for r in recs]},
+                   {"weights_TK": weights[:, :1]}, {"where_E": torch.stack([where, where], 1)[:, 0]}):
+        with pytest.raises(ShapeError) as e:
+            expert_mlp(**{**good, **change})
+        assert e.value.expected and e.value.do
+    with pytest.raises(ShapeError, match="no kernel"):
+        expert_mlp(**{**good, "hidden_TD": x.float(), "records": ()})
+
+
+# inline assembly, which the interpreter does not run ---------------------------------------------------------------------------
+def test_the_assembly_that_decodes_mxfp4_is_what_the_interpreter_does():
+    """Every byte under many factors, through a small model of the instructions used."""
+    source = inspect.getsource(fused_elements.e2m1.fn)
+    body = re.search(r'"""\{ \.reg \.b32 p, q, a, b;(.*?)\}"""', source, re.S)
+    assert body, "the assembly is where this test looks for it"
+    for factor in (0x0040, 0x3F00, 0x3F80, 0x7F00, 0x3F00 - 0x0800):
+        f = torch.tensor([factor], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        for first in range(0, 256, 4):
+            word = sum((first + i) << (8 * i) for i in range(4))
+            regs = {"$4": word, "$5": factor * 0x10001, "$6": factor * 0x10001}
+            for line in filter(None, (t.strip() for t in body[1].split(";"))):
+                op, _, rest = line.partition(" ")
+                to, *sources = [s.strip() for s in rest.split(",")]
+                a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
+                regs[to] = _ptx(op, a, more)
+            for i in range(4):
+                for register, code in ((("$0", "$1")[i // 2], (first + i) & 15), (("$2", "$3")[i // 2], (first + i) >> 4)):
+                    bits = regs[register] >> (16 * (i % 2)) & 0xFFFF
+                    got = torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+                    want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126 * f.double()).to(torch.bfloat16)
+                    assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (first + i, code, factor)
+
+
+def _ptx(op: str, a: int, more: list[int]) -> int:
+    if op == "prmt.b32":
+        both = (a | more[0] << 32).to_bytes(8, "little")
+        return int.from_bytes(bytes(both[more[1] >> (4 * i) & 7] for i in range(4)), "little")
+    if op == "shr.u32":
+        return a >> more[0]
+    if op == "shl.b32":
+        return a << more[0] & 0xFFFFFFFF
+    if op == "and.b32":
+        return a & more[0]
+    if op == "lop3.b32":
+        assert more[2] == 0xEA, "(a & b) | c"
+        return a & more[0] | more[1]
+    assert op == "mul.rn.bf16x2"
+    out = 0
+    for lane in (0, 16):
+        x, y = (torch.tensor([n >> lane & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double() for n in (a, more[0]))
+        out |= int((x * y).to(torch.bfloat16).view(torch.int16)) % 65536 << lane
+    return out
