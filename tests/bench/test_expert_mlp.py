@@ -12,7 +12,6 @@ from moe_prefetch.bench import expert_mlp as job
 from moe_prefetch.kernels.expert_mlp.naive import moe_records
 from moe_prefetch.kernels.expert_mlp.record import Form
 
-
 FORMS = [Form("bfloat16", 64, 48, "bfloat16"), Form("mxfp4", 64, 96, "bfloat16"), Form("fp8", 64, 96, "", "float32", 32)]
 
 
