@@ -49,6 +49,8 @@ class PagedLayer(CacheLayerMixin):
         # How the last step of decode was read: "pages", or "tensors" and why.
         self.attention = "tensors"
         self.format = format_of(kv.layers.get(number, kv.format))
+        # One window for all layers: a layer that fell back to a finer format keeps what its neighbours keep.
+        self.window = format_of(kv.format).window_or(kv.window)
         self.store: LayerStore | None = None
         self._pads: list[int] | None = None
 
@@ -62,7 +64,7 @@ class PagedLayer(CacheLayerMixin):
     @property
     def most_recent(self) -> int:
         """Tokens that the window may hold: what bits are counted with."""
-        return self.kv.window + self.kv.settle - 1
+        return self.window + self.kv.settle - 1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout = self.layout(key_states.shape[-1], value_states.shape[-1])
@@ -83,7 +85,7 @@ class PagedLayer(CacheLayerMixin):
                 do="calibrate this model",
             )
         book = from_prompt if adaptive and self.stats is None else make_book(self.stats, layout, heads, self.kv.outliers, device)[0]
-        kept = {"sinks": self.kv.sinks, "window": self.kv.window, "settle": self.kv.settle}
+        kept = {"sinks": self.kv.sinks, "window": self.window, "settle": self.kv.settle}
         self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints)
         if self._pads is not None:
             # Beams come as each prompt several times.
@@ -196,7 +198,7 @@ class StaticPagedLayer(PagedLayer):
             batch=key_states.shape[0],
             max_tokens=self.max_length,
             sinks=self.kv.sinks,
-            window=self.kv.window,
+            window=self.window,
             device=key_states.device,
         )
         self.is_initialized = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicCache
 
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
@@ -28,6 +30,24 @@ def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None =
     with torch.no_grad(), replace_attention(model, attention) if attention else nullcontext():
         logits = model(input_ids=token_ids.view(-1, token_ids.shape[-1]), use_cache=False, logits_to_keep=keep).logits
     return logits.float().log_softmax(-1).view(*token_ids.shape[:-1], *logits.shape[1:])
+
+
+def ask(
+    model: Any, token_ids: torch.Tensor, asked: int, caches: Mapping[str, Cache | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, FP32 logits [asked, vocab]) of the last `asked` tokens of a text [S] over each cache; None: the model's own.
+
+    What comes before is prefilled once, by the model's own attention; each cache gets its K and V, and the question reads them from there.
+    """
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=token_ids[None, :-asked], past_key_values=past, logits_to_keep=1)
+        for name, cache in caches.items():
+            # The question leaves its own K and V: the model's own cache too is a copy.
+            cache = DynamicCache(config=model.config) if cache is None else cache
+            for number, layer in enumerate(past.layers):
+                cache.update(layer.keys, layer.values, number)
+            yield name, model(input_ids=token_ids[None, -asked:], past_key_values=cache).logits[0].float()
 
 
 def log_probs_pinned(model: Any, token_ids: torch.Tensor, attention: Attention, keep: int = 0) -> torch.Tensor:
@@ -59,7 +79,7 @@ def decoded(
     *,
     policy: Policy = "importance",
     sinks: int = 4,
-    window: int = 64,
+    window: int | None = None,
     settle: int = 1,
     seen: dict[int, PageLayout] | None = None,
 ) -> Attention:
@@ -70,7 +90,8 @@ def decoded(
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
-            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=window + settle - 1)
+            most = fmt.window_or(window) + settle - 1
+            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=most)
             book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
             books[n] = layout, book
             if seen is not None:
@@ -92,7 +113,7 @@ def decoded(
             )
         layout, book = book_of(n, key, value)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        kept = {"sinks": sinks, "window": window, "settle": settle, "sliding": kwargs.get("sliding_window") or 0}
+        kept = {"sinks": sinks, "window": layout.format.window_or(window), "settle": settle, "sliding": kwargs.get("sliding_window") or 0}
         out = attend_as_decoded(query, key, value, layout, book, scale=scale, **kept)
         return out.transpose(1, 2).to(query.dtype), None
 
@@ -123,7 +144,7 @@ def gate(
     formats: Sequence[str] = ("fp4-72", "fp4-quality", "fp8"),
     policy: Policy = "importance",
     sinks: int = 4,
-    window: int = 64,
+    window: int | None = None,
     settle: int = 1,
 ) -> Verdict:
     """Judge the cache on the user's own token ids ([S] each), under one of two budgets.
@@ -131,14 +152,23 @@ def gate(
     max_kl    nats per token: every layer gets `format`, the worst ones fall back to fp8 and fp16 (`moe_prefetch.kv.gate.judge`)
     max_bits  bits per element at 32k tokens with everything counted: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
 
-    Sinks, window and settle as in the configuration to come; with `settle` 1 answers move most.
-    One pass per text, layer and format tried. Raises ConfigError unless exactly one budget is given.
+    Sinks, window (None: that of `format`) and settle as in the configuration to come; with `settle` 1 answers move most. The verdict names
+    the window, for `kv.window`. One pass per text, layer and format tried. Raises ConfigError unless exactly one budget is given, and for
+    texts that never leave the window: they would be read exactly.
     """
     if (max_kl is None) == (max_bits is None):
         raise ConfigError(
             "the gate needs one budget", where="gate(max_kl=, max_bits=)", expected="exactly one of the two", do="give a KL or a bit budget"
         )
 
+    window = format_of(format).window_or(window)
+    if short := [len(ids) for ids in texts if len(ids) <= sinks + window + settle - 1]:
+        raise ConfigError(
+            f"a text of {min(short)} tokens shows nothing: {sinks} sinks and a window of {window} stay in FP16",
+            where="gate(texts)",
+            expected=f"more than {sinks + window} tokens, best as many as will be served",
+            do="give longer texts, or name the window that you will serve with",
+        )
     kept = {"sinks": sinks, "window": window, "settle": settle}
 
     def logits_of(chosen: Mapping[int, str]) -> list[torch.Tensor]:
@@ -147,13 +177,14 @@ def gate(
 
     layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
     if max_kl is not None:
-        return judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl)
+        return replace(judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl), window=window)
     layouts: dict[int, dict[str, PageLayout]] = {n: {} for n in layers}
     for name in formats:
         seen: dict[int, PageLayout] = {}
         log_probs(model, texts[0][:2], decoded(stats, dict.fromkeys(layers, name), policy=policy, seen=seen, **kept))
         for n, layout in seen.items():
             layouts[n][name] = layout
-    return judge_bits(
+    found = judge_bits(
         logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=window + settle - 1)
     )
+    return replace(found, window=window)

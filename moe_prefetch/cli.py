@@ -170,7 +170,7 @@ def bench_kv_quality(
                                               )] = None,
     model: Annotated[str, typer.Option(help="smollm2, smolmoe, or a folder with a transformers checkpoint.")] = "smollm2",
     texts: Annotated[int, typer.Option(min=1, help="How many stretches of text; 24 make a figure worth quoting.")] = 4,
-    length: Annotated[int, typer.Option(min=64, help="Tokens in each.")] = 1024,
+    length: Annotated[int, typer.Option(min=64, help="Tokens in each.")] = 2048,
     only: Annotated[str, typer.Option(help="Schemes, with commas between, such as fp4-quality_w128; `all`: every one we know.")] = "",
     passkey: Annotated[int, typer.Option(min=0, help="Instead: hide this many keys in --length tokens each and look for them.")] = 0,
     journal: Annotated[list[Path] | None, typer.Option(help="File that keeps each measurement as it comes; a run that stopped goes on from "
@@ -180,11 +180,12 @@ def bench_kv_quality(
 ) -> None:
     """What each KV cache format does to a model's answers: logit KL, perplexity, bits per element with everything counted.
 
-    A scheme is a format (fp16, fp8, fp4-72, fp4-quality, nvfp4, mxfp4), then what differs from the default: _topn, _sigma or _none (how the
-    FP16 channels are chosen), _nowindow or _w128 (recent tokens in FP16), _pinned (an MoE model keeps the exact run's routing). Beside them
-    stand peer-fp8-cast and the quantisers of transformers' QuantizedCache, peer-quanto-int4-k1v0, peer-quanto-int4-k0v0, peer-hqq4-g64
-    and peer-hqq4-g32, where optimum-quanto and hqq are installed. A model of 135 million parameters takes about 15 seconds a scheme for
-    1,024 tokens on two CPU cores, a fraction of a second on a GPU. Results: docs/kv.md.
+    A scheme is a format (fp16, fp8, fp4-72, fp4-quality, nvfp4, mxfp4), then what differs from the default: _topn, _sigma or _none (how
+    the FP16 channels are chosen), _nowindow or _w128 (recent tokens in FP16; fp4-quality keeps 1,024, the others 64), _pinned (an MoE
+    model keeps the exact run's routing). Beside them stand peer-fp8-cast and the quantisers of transformers' QuantizedCache,
+    peer-quanto-int4-k1v0, peer-quanto-int4-k0v0, peer-hqq4-g64 and peer-hqq4-g32, where optimum-quanto and hqq are installed. A model of
+    135 million parameters takes about 12 seconds a scheme for 2,048 tokens on two CPU cores, a fraction of a second on a GPU. Results:
+    docs/kv.md.
     """
     import torch
 

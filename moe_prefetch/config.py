@@ -91,7 +91,7 @@ class KVConfig(_Section):
     """How the KV cache is stored. See docs/kv.md for what each format costs and keeps."""
 
     format: KVName = "fp16"
-    window: int = Field(64, ge=0, le=1 << 16, description="most recent tokens kept in FP16")
+    window: int | None = Field(None, ge=0, le=1 << 16, description="most recent tokens kept in FP16; null: 64, fp4-quality 1024")
     sinks: int = Field(4, ge=0, le=1024, description="first tokens kept in FP16")
     settle: int = Field(32, ge=1, le=128, description="tokens that leave the window together: up to settle - 1 more are in FP16")
     outliers: Literal["importance", "sigma", "topn", "none"] = "importance"

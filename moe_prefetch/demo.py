@@ -33,7 +33,7 @@ PROMPTS = {
 PLANS = ("lru", "recent", "stale", "probe", "oracle")
 SHARES = ("50%", "25%")
 KV_FORMATS = ("fp16", "fp8", "fp4-quality", "fp4-72")
-KV_TOKENS, KV_CHUNK = 1024, 128
+KV_TOKENS, KV_CHUNK, KV_WINDOW = 1024, 128, 64
 DRIVE = DriveConfig()
 
 Progress = Callable[[str, int, int], None]
@@ -143,7 +143,7 @@ def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]
     stats = caches.calibrate(model, ids[:, KV_TOKENS + 1 : 2 * KV_TOKENS + 1])
     rows, reference = [], None
     for name in KV_FORMATS:
-        config = KVConfig(format=name)
+        config = KVConfig(format=name, window=KV_WINDOW)
         cache, chunks = caches.make_cache(model.config, config, stats), []
         with torch.inference_mode():
             for start in range(0, KV_TOKENS, KV_CHUNK):
@@ -189,8 +189,9 @@ def demo_report(runs: list[Run], kv: list[KVRow], drive: DriveConfig | None, tex
         "KV cache",
         ("format", "bytes/token", f"bits at {KV_TOKENS}", "bits at 32k", "perplexity", "logit KL", "same top-1"),
         [(r.format, round(r.bytes_per_token), r.bits_short, r.bits_long, r.perplexity, r.kl, f"{r.agreement:.1%}") for r in kv],
-        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}; bits per element of K and V. Everything is counted: codes, "
-        "scales, outliers, sinks, window, tables, and half-filled pages, which weigh most at short lengths."))
+        f"{KV_TOKENS} tokens of Python's documentation in chunks of {KV_CHUNK}, with a window of {KV_WINDOW} (`fp4-quality` has 1,024 of "
+        "its own, which nothing this short would leave). Bits per element of K and V with everything counted: codes, scales, outliers, "
+        "sinks, window, tables, and half-filled pages, which weigh most at short lengths."))
     report.tables.append(Table("Texts", ("prompt", "continuation (the same in every run)"), list(texts.items())))
     plans = [r for r in runs if r.share in SHARES]
     labels = [f"{r.name}\n{r.share}" for r in plans]

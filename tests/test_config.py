@@ -175,10 +175,10 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{NINE.format(a)}]\n"
     "experts: {threads: 9999999999999999999999}\n",
 ], ids=lambda t: repr(t[:24]))
 def test_hostile_yaml(tmp_path, text):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError):
         load(write(tmp_path, text))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("text", ['{"experts": {"threads": NaN}}', '{"a": 1, "a": 2}', '{"experts": {"home": "disk", "home": "local"}}',

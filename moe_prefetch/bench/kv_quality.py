@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..config import KVConfig
 from ..errors import ConfigError
 from ..kv.format import LAYOUT_VERSION, PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
@@ -46,7 +47,8 @@ class Scheme(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Scheme:
         """From a name such as `fp4-quality`, `fp4-72_nowindow`, `fp4-quality_topn_w128` or `fp8_pinned`. Raises ConfigError."""
-        found = cls(format_of(name.split("_")[0]).name)
+        fmt = format_of(name.split("_")[0])
+        found = cls(fmt.name, window=fmt.window)
         if format_of(found.format).max_bits is None:
             found = found._replace(policy="none")
         for part in name.split("_")[1:]:
@@ -68,8 +70,8 @@ class Scheme(NamedTuple):
 
 PEERS = ("peer-fp8-cast", "peer-quanto-int4-k0v0", "peer-quanto-int4-k1v0", "peer-hqq4-g64", "peer-hqq4-g32")
 EVERY = (
-    "fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72_nowindow", "fp4-quality_nowindow", "fp4-72_w256", "fp4-quality_w256",
-    "fp4-quality_topn", "fp4-quality_sigma", "fp4-quality_none", "nvfp4_nowindow", "mxfp4_nowindow", *PEERS,
+    "fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72_nowindow", "fp4-quality_nowindow", "fp4-72_w256", "fp4-quality_w64",
+    "fp4-quality_topn_w64", "fp4-quality_sigma_w64", "fp4-quality_none_w64", "nvfp4_nowindow", "mxfp4_nowindow", *PEERS,
 )  # fmt: skip
 SHORT = ("fp8", "fp4-quality", "fp4-72", "fp4-72_nowindow", "peer-fp8-cast", "peer-quanto-int4-k0v0", "peer-quanto-int4-k1v0")
 EXACT = "exact"  # the model's own cache, in the model's own precision
@@ -101,9 +103,18 @@ class Job:
     together: int = 1
 
     def __post_init__(self) -> None:
-        for name in self.schemes:
-            if name not in PEERS:
-                Scheme.parse(name)
+        for scheme in (Scheme.parse(name) for name in self.schemes if name not in PEERS):
+            if self.length <= SINKS + scheme.window:
+                raise ConfigError(
+                    f"{self.length} tokens never leave a window of {scheme.window}: {scheme.format} would be measured as FP16",
+                    where="--length",
+                    expected=f"more than {SINKS + scheme.window}",
+                    do="give more, or name a smaller window, such as " + f"{scheme.format}_w64",
+                )
+        if self.passkey and (bad := [name for name in self.schemes if name in PEERS or Scheme.parse(name).pinned]):
+            raise ConfigError(
+                f"{bad[0]} has no cache to hide a key in", where="--only", expected="schemes of ours", do="leave it or --passkey out"
+            )
         if self.length < 64 or self.texts < 1:
             raise ConfigError(
                 f"{self.texts} texts of {self.length} tokens", where="--texts, --length", expected="one of at least 64", do="give more"
@@ -113,9 +124,10 @@ class Job:
         """Names one measurement in a journal: all that its figures depend on."""
         text = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         span = self.span or self.length
-        kind = f"passkey x{len(SAY)}" if self.passkey else "drift"
+        kind = f"passkey x{len(SAY)} asked of a stored text" if self.passkey else "drift"
+        window = None if scheme == EXACT or scheme in PEERS else Scheme.parse(scheme).window
         return {
-            "kind": kind, "model": self.model, "scheme": scheme, "length": self.length, "number": number,
+            "kind": kind, "model": self.model, "scheme": scheme, "window": window, "length": self.length, "number": number,
             "text": text, "calibration": self.calibration, "span": span, "layout": LAYOUT_VERSION,
         }  # fmt: skip
 
@@ -220,18 +232,25 @@ class Bench:
                 yield name, n, {**asdict(drift([exact[n]], [row], [texts[n]], PARTS)), "bits": self.bits(name), **self.capacity(name)}
 
     def passkey_of(self, wanted: Wanted) -> Found:
-        """Hidden five-digit keys, and whether greedy decoding would repeat them."""
-        numbers = sorted({n for todo in wanted.values() for n in todo})
-        prompts = {n: self.hide(n) for n in numbers}
-        for name, todo in wanted.items():
-            keep = 1 + max(prompts[n][1] for n in todo)
-            got = self.log_probs(name, torch.stack([prompts[n][0] for n in todo]), keep).argmax(-1)
-            for n, row in zip(todo, got, strict=True):
-                ids, answer = prompts[n]
-                yield name, n, {"hit": int(torch.equal(row[-answer - 1 : -1], ids[-answer:]))}
+        """Hidden five-digit keys, and whether greedy decoding would repeat them. As when a user asks about a document that a chat already
+        holds: the text is prefilled by the model itself, its K and V go into a scheme's cache, the question reads them from there.
+        """
+        for n in sorted({n for todo in wanted.values() for n in todo}):
+            ids, asked, answer = self.hide(n)
+            caches = {name: self.cache(name) for name, todo in wanted.items() if n in todo}
+            for name, logits in self.quality.ask(self.model, ids, asked, caches):
+                yield name, n, {"hit": int(torch.equal(logits[-answer - 1 : -1].argmax(-1), ids[-answer:]))}
 
-    def hide(self, number: int) -> tuple[torch.Tensor, int]:
-        """(ids [S] of a text with a key hidden in it, asked for and answered at the end; tokens of the answer)."""
+    def cache(self, name: str) -> Any:
+        """A scheme's cache, as `generate` takes it; None for the model's own."""
+        if name == EXACT:
+            return None
+        scheme = Scheme.parse(name)
+        kv = KVConfig(format=scheme.format, outliers=scheme.policy, sinks=SINKS, window=scheme.window)
+        return importlib.import_module("moe_prefetch.integrations.transformers_cache").make_cache(self.model.config, kv, self.stats)
+
+    def hide(self, number: int) -> tuple[torch.Tensor, int, int]:
+        """(ids [S] of a text with a key hidden in it, asked for and answered at the end; tokens of question and answer; of the answer)."""
         rng = random.Random(number)
         key = str(rng.randrange(10000, 99999))
         note = self.encode("\n" + " ".join(f"{say} secret number is {key}." for say in SAY) + "\n")
@@ -242,7 +261,8 @@ class Bench:
             raise ConfigError(f"{self.job.length} tokens can't hide a key", where="--length", expected=f"more than {need}", do="give more")
         depth, start = rng.randrange(room), rng.randrange(len(self.ids) - room)
         body = self.ids[start : start + room].tolist()
-        return torch.tensor(body[:depth] + note + body[depth:] + ask + answer, device=self.job.device), len(answer)
+        ids = torch.tensor(body[:depth] + note + body[depth:] + ask + answer, device=self.job.device)
+        return ids, len(ask) + len(answer), len(answer)
 
 
 def run(job: Job, journal: Journal, tick: Tick = lambda what, done, total: None) -> dict[str, str]:

@@ -38,6 +38,7 @@ class KVFormat:
                ties to even
     max_bits   outlier channels are granted while bits per element at 32k stay within this (None: none are)
     max_share  and while the FP16 share of K and V elements stays within this
+    window     most recent tokens that stay in FP16 where the user names no number
     """
 
     name: str
@@ -50,11 +51,16 @@ class KVFormat:
     search: bool = False
     max_bits: float | None = None
     max_share: float = 0.05
+    window: int = 64
 
     @property
     def append_group(self) -> int:
         """Tokens that must leave the window together: a scale over several tokens needs all of them."""
         return self.v_group if self.v_axis == "channel" else 1
+
+    def window_or(self, window: int | None) -> int:
+        """That window, or the format's own."""
+        return self.window if window is None else window
 
 
 FORMATS: dict[str, KVFormat] = {
@@ -63,7 +69,7 @@ FORMATS: dict[str, KVFormat] = {
         KVFormat("fp16", "fp16", block=0, scale="none", order="linear"),
         KVFormat("fp8", "fp8", block=-1, scale="e8m0", v_group=-1),
         KVFormat("fp4-72", "fp4", v_group=64, search=True, max_bits=4.48),
-        KVFormat("fp4-quality", "fp4", v_group=64, search=True, max_bits=4.85),
+        KVFormat("fp4-quality", "fp4", v_group=64, search=True, max_bits=4.85, window=1024),
         # V scales over 64 tokens of a channel: an alternative for kernels with many query heads per KV head; measured worse per bit.
         KVFormat("fp4-72-c64", "fp4", v_axis="channel", v_group=64, search=True, max_bits=4.48),
         KVFormat("fp4-quality-c64", "fp4", v_axis="channel", v_group=64, search=True, max_bits=4.85),
@@ -187,17 +193,19 @@ class PageLayout:
         pages = _div_up(stored // self.format.append_group * self.format.append_group, PAGE)
         return pages * (self.page_bytes + 4) + fp16
 
-    def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int = 64) -> float:
-        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window, tables, and a
-        codebook.
+    def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int | None = None) -> float:
+        """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window (None: the format's
+        own), tables, and a codebook.
         """
-        return (self.held_bytes(tokens, sinks, window) + self.book_bytes) * 8 / (tokens * self.element_count)
+        return (self.held_bytes(tokens, sinks, self.format.window_or(window)) + self.book_bytes) * 8 / (tokens * self.element_count)
 
 
 def layout_for(
-    format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int = 64
+    format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int | None = None
 ) -> PageLayout:
-    """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window."""
+    """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window
+    (None: the format's own).
+    """
     plain = PageLayout(format, k_dim, v_dim, 0, rope)
     if outliers is not None:
         return replace(plain, outliers=outliers)
@@ -213,14 +221,14 @@ def layout_for(
 
 
 def capacity(
-    layouts: list[PageLayout], heads: int, *, budget_bytes: int, tokens: int, reserved: int, sinks: int = 4, window: int = 64
+    layouts: list[PageLayout], heads: int, *, budget_bytes: int, tokens: int, reserved: int, sinks: int = 4, window: int | None = None
 ) -> dict[str, float]:
     """Two capacity figures that must never be quoted as each other.
 
     `layouts` one per layer. Returns bytes per token, and how many sequences of `tokens` fit in `budget_bytes` here, in paged FP16, and in
     FP16 reserved at `reserved` tokens a sequence, with the two ratios.
     """
-    ours = heads * sum(x.held_bytes(tokens, sinks, window) for x in layouts)
+    ours = heads * sum(x.held_bytes(tokens, sinks, x.format.window_or(window)) for x in layouts)
     row = heads * sum(x.element_count for x in layouts) * 2
     paged = row * _div_up(tokens, PAGE) * PAGE
     n, n_paged, n_reserved = (budget_bytes // x for x in (ours, paged, row * reserved))

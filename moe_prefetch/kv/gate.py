@@ -68,7 +68,8 @@ def drift(reference: Sequence[torch.Tensor], tried: Sequence[torch.Tensor], toke
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate decided. `layers` are the formats that must differ from `format`; `passed` says whether the budget holds with them."""
+    """What the gate decided. `layers` are the formats that must differ from `format`; `passed` says whether the budget holds with
+    them and with that `window` of FP16 tokens (None: none was named)."""
 
     format: str
     layers: dict[int, str] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Verdict:
     after: Drift | None = None
     passed: bool = True
     bits: float | None = None
+    window: int | None = None
 
     def __str__(self) -> str:
         moved = ", ".join(f"layer {n} to {f}" for n, f in sorted(self.layers.items())) or "no layer changed"

@@ -36,7 +36,7 @@ def model(monkeypatch):
 
 
 def job(**kw):
-    return bench.Job(TEXT, "tiny", **{"texts": 2, "length": 96, "calibration": 256, "schemes": ("fp4-quality", "fp8_nowindow"), **kw})
+    return bench.Job(TEXT, "tiny", **{"texts": 2, "length": 96, "calibration": 256, "schemes": ("fp4-quality_w64", "fp8_nowindow"), **kw})
 
 
 def test_figures_are_those_of_the_parts(model):
@@ -48,7 +48,7 @@ def test_figures_are_those_of_the_parts(model):
     want = drift([log_probs(model, i) for i in ids], [log_probs(model, i, fp8) for i in ids], list(ids))
     d, bits, n = found["fp8_nowindow"]
     assert n == 2 and d.kl == pytest.approx(want.kl) and d.ppl_ratio == pytest.approx(want.ppl_ratio) and d.top1 == want.top1
-    assert 8 < bits < 9 and found["fp4-quality"][1] < 8
+    assert 8 < bits < 9 and found["fp4-quality_w64"][1] < 8
     assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
 
 
@@ -81,17 +81,17 @@ def test_a_second_run_measures_only_what_is_missing(model, tmp_path, monkeypatch
 
 def test_another_text_calibration_or_layout_is_another_measurement(model, tmp_path, monkeypatch):
     bench.run(job(texts=1), Journal([tmp_path / "j"]))
-    for other in (job(calibration=128), job(span=512), bench.Job(TEXT + "1", "tiny", length=96, calibration=256)):
-        assert Journal([tmp_path / "j"]).get(other.key("fp4-quality", 0)) is None
-    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality", 0))
+    for other in (job(calibration=128), job(span=512), bench.Job(TEXT + "1", "tiny", length=96, calibration=256, schemes=("fp8",))):
+        assert Journal([tmp_path / "j"]).get(other.key("fp4-quality_w64", 0)) is None
+    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality_w64", 0))
     monkeypatch.setattr(bench, "LAYOUT_VERSION", 0)
-    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality", 0)) is None
+    assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality_w64", 0)) is None
 
 
 def test_keys_are_hidden_and_looked_for(model):
     j = job(passkey=3, length=768, calibration=128)
-    hidden, answer = bench.Bench(j).hide(1)
-    assert len(hidden) == 768 and answer == 6
+    hidden, asked, answer = bench.Bench(j).hide(1)
+    assert len(hidden) == 768 and answer == 6 and asked > answer
     journal = Journal()
     bench.run(j, journal)
     found = bench.retrieval(j, journal)
@@ -109,17 +109,42 @@ def test_a_key_is_found_by_a_model_that_answers_it(model, monkeypatch):
     one = bench.Bench(j)
     answers = {n: one.hide(n)[0] for n in range(2)}
 
-    def answering(self, name, ids, keep=0):
-        row = torch.zeros(len(ids), keep, 60)
-        for i, x in enumerate(ids):
-            wrong = int(name == "fp4-quality" and torch.equal(x, answers[1]))
-            row[i].scatter_(1, torch.roll(x[-keep:], -1)[:, None] - wrong, 1.0)
-        return row
+    def answering(model, ids, asked, caches):
+        for name in caches:
+            wrong = int(name == "fp4-quality_w64" and torch.equal(ids, answers[1]))
+            yield name, torch.zeros(asked, 60).scatter_(1, torch.roll(ids[-asked:], -1)[:, None] - wrong, 1.0)
 
-    monkeypatch.setattr(bench.Bench, "log_probs", answering)
+    monkeypatch.setattr(one.quality, "ask", answering)
     journal = Journal()
     bench.run(j, journal)
-    assert bench.retrieval(j, journal) == {"exact": (1.0, 2), "fp4-quality": (0.5, 2), "fp8_nowindow": (1.0, 2)}
+    assert bench.retrieval(j, journal) == {"exact": (1.0, 2), "fp4-quality_w64": (0.5, 2), "fp8_nowindow": (1.0, 2)}
+
+
+def test_a_question_reads_the_text_from_each_cache(model):
+    """FP16 pages answer as the model's own cache does, four bits without a window nearly so, and no question sees another's."""
+    one = bench.Bench(job())
+    ids = torch.tensor(Letters()(TEXT)["input_ids"])[:300]
+    names = ("exact", "fp16", "fp4-72_nowindow", "exact again")
+    caches = {n: None if n.startswith("exact") else one.cache(n) for n in names}
+    got = dict(one.quality.ask(model, ids, 9, caches))
+    with torch.no_grad():
+        want = model(input_ids=ids[None], use_cache=False).logits[0, -9:].float()
+    assert torch.allclose(got["exact"], want, atol=1e-4) and torch.equal(got["exact"], got["exact again"])
+    fp16, fp4 = ((got[n] - want).abs().max() for n in ("fp16", "fp4-72_nowindow"))
+    assert 0 < fp16 < 0.02 and fp16 < fp4 < 4 and caches["fp4-72_nowindow"].get_seq_length() == 300
+
+
+@pytest.mark.parametrize("name", ["peer-quanto-int4-k1v0", "fp8_pinned"])
+def test_keys_are_looked_for_in_caches_only(name):
+    with pytest.raises(ConfigError, match="no cache"):
+        job(passkey=2, length=768, schemes=(name,))
+
+
+def test_a_window_that_holds_the_whole_text_is_refused():
+    """It would be measured as FP16."""
+    with pytest.raises(ConfigError, match="never leave a window of 1024"):
+        job(schemes=("fp4-quality",), length=1028)
+    job(schemes=("fp4-quality",), length=1029)
 
 
 @pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_best", "peer-unknown"])
@@ -158,13 +183,13 @@ def test_a_missing_peer_is_named_and_the_rest_is_measured(model, monkeypatch):
 def test_the_verb_writes_report_journal_and_rows(model, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text(TEXT * 4)
-    call = ["bench", "kv-quality", "--out", str(tmp_path / "r"), "--text", str(text), "--model", "tiny", "--texts", "1", "--length", "64",
+    call = ["bench", "kv-quality", "--out", str(tmp_path / "r"), "--text", str(text), "--model", "tiny", "--texts", "1", "--length", "72",
             "--only", "fp8,fp4-72", "--journal", str(tmp_path / "j"), "--rows", str(tmp_path / "rows.csv"), "--commit", "abc"]  # fmt: skip
     done = CliRunner().invoke(cli.app, call)
     assert done.exit_code == 0 and "logit KL" in done.output and "fp4-72" in done.output, done.output
     assert {"report.md", "report.json", "kl-by-bits.png", "kl-by-position.png"} <= {p.name for p in (tmp_path / "r").iterdir()}
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    assert {r["case"] for r in rows} == {"tiny_fp8_1x64", "tiny_fp4-72_1x64"} and {r["commit"] for r in rows} == {"abc"}
+    assert {r["case"] for r in rows} == {"tiny_fp8_1x72", "tiny_fp4-72_1x72"} and {r["commit"] for r in rows} == {"abc"}
     assert json.loads((tmp_path / "j").read_text().splitlines()[0])["of"]["scheme"] == "fp8"
     bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5"])
     assert bad.exit_code == 1 and "fp5" in bad.output

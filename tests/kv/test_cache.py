@@ -241,6 +241,16 @@ def test_sliding_layers_stay_as_configured() -> None:
     assert cache.held_bytes() > sum(x.store.held_bytes() for x in cache.layers if isinstance(x, PagedLayer))
 
 
+def test_a_format_brings_its_window_and_all_layers_share_it(llama) -> None:
+    """A layer that falls back to a finer format keeps the FP16 tokens of the others: it must not be worse for it."""
+    windows = lambda **kw: {x.window for x in make_cache(llama.config, KVConfig(**kw)).layers}  # noqa: E731
+    assert windows(format="fp4-72") == {64} and windows(format="fp4-quality") == {1024}
+    assert windows(format="fp4-quality", layers={0: "fp8"}) == {1024} and windows(format="fp4-quality", window=0, layers={0: "fp8"}) == {0}
+    cache = make_cache(llama.config, KVConfig(format="fp4-quality", outliers="none", settle=1))
+    models.generate(llama, models.ids(1100), cache, n=2)
+    assert {x.store.pages.rows[0].stored for x in cache.layers} == {1100 - 4 - 1024}
+
+
 def test_window_zero_and_no_sinks_work(llama, stats) -> None:
     cache = make_cache(llama.config, KVConfig(format="fp4-72", window=0, sinks=0, settle=1), stats)
     models.generate(llama, models.ids(30), cache)

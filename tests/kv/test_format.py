@@ -21,16 +21,21 @@ def test_parts_follow_each_other_without_gap_or_overlap(name: str, dim: int) -> 
     assert lay.offsets["trailer"][0] % 4 == 0
 
 
-def test_recorded_sizes_of_version_2() -> None:
+def test_recorded_sizes() -> None:
     """Files and kernels depend on these: a change is a new layout version."""
     assert {(n, d): (layout(n, d).page_bytes, layout(n, d).outliers) for n in ("fp4-72", "fp4-quality", "fp8") for d in (64, 128)} == {
         ("fp4-72", 64): (8960, 1),
         ("fp4-72", 128): (18048, 3),
-        ("fp4-quality", 64): (9728, 4),
-        ("fp4-quality", 128): (19328, 8),
+        ("fp4-quality", 64): (8960, 1),
+        ("fp4-quality", 128): (18304, 4),
         ("fp8", 64): (16768, 0),
         ("fp8", 128): (33152, 0),
     }
+
+
+def test_a_shorter_window_buys_more_outliers() -> None:
+    """Both are paid from one budget of bits at 32k tokens."""
+    assert [layout_for(FORMATS["fp4-quality"], 128, 128, window=w).outliers for w in (64, 1024)] == [8, 4]
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -43,9 +48,11 @@ def test_budgets_hold_with_everything_counted_at_32k(dim: int) -> None:
 
 def test_every_byte_of_a_token_is_counted() -> None:
     lay = layout("fp4-quality", 128)
-    pages = -(-(32768 - 68) // PAGE)
-    by_hand = pages * (lay.page_bytes + 4) + (4 + 65) * 2 * 256 + 4 * (8 + 3 * 128 + 2 * 128)
-    assert lay.bits_per_element() == pytest.approx(by_hand * 8 / (32768 * 256))
+    for window in (64, 1024):
+        pages = -(-(32768 - 4 - window) // PAGE)
+        by_hand = pages * (lay.page_bytes + 4) + (4 + window + 1) * 2 * 256 + 4 * (lay.outliers + 3 * 128 + 2 * 128)
+        assert lay.bits_per_element(window=window) == pytest.approx(by_hand * 8 / (32768 * 256))
+    assert lay.bits_per_element() == lay.bits_per_element(window=1024) <= 4.85
 
 
 def test_mla_counts_the_latent_once() -> None:

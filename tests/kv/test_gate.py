@@ -169,6 +169,17 @@ def test_the_gate_keeps_a_bit_budget_on_a_model() -> None:
     assert v.bits <= 6.5 and v.passed and {**dict.fromkeys(range(3), v.format), **v.layers}[1] == "fp8"
 
 
+def test_the_gate_judges_with_the_window_that_is_served_and_names_it() -> None:
+    """A text that never leaves the window would be read exactly, and anything would pass."""
+    model, text = models.llama(), models.ids(300)[0]
+    stats = calibrate(model, models.ids(200, 2, seed=9))
+    with pytest.raises(ConfigError, match="stay in FP16"):
+        gate(model, [text], stats, format="fp4-quality", max_kl=0.1)
+    v = gate(model, [text], stats, format="fp4-72", max_kl=1.0)
+    assert v.window == 64 and v.before.kl > 0
+    assert gate(model, [text], stats, format="fp4-quality", max_kl=1.0, window=16).window == 16
+
+
 @pytest.mark.parametrize("budgets", [{}, {"max_kl": 0.1, "max_bits": 5.0}])
 def test_the_gate_takes_exactly_one_budget(budgets: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="one budget"):

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 import moe_prefetch
-from moe_prefetch.config import KVConfig, load
+from moe_prefetch.config import load
 from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations.deepspeed_experts import LocalShare
@@ -159,4 +159,4 @@ def test_on_an_accelerator_the_experts_stay_and_the_cache_is_ours():
     kv.detach()
     with moe_prefetch.attach(model, {"kv": {"format": "fp8", "window": 2, "sinks": 0}}):
         assert torch.allclose(got, logits_of(model, ids, 4), atol=1e-4)
-    assert not torch.equal(got, want) and KVConfig(format="fp8").window == 64
+    assert not torch.equal(got, want)
