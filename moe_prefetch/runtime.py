@@ -77,6 +77,19 @@ class Runtime:
 
         return unpin
 
+    def open_peers(self, one: torch.device, other: torch.device) -> bool:
+        """Let kernels of two GPUs of this process read each other's memory; False where the hardware does not.
+
+        A copy by torch switches on the direction that it needs and no other.
+        """
+        if not (torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)):
+            return False
+        for to, source in ((one, other), (other, one)):
+            torch.zeros(1, device=to).copy_(torch.zeros(1, device=source))
+        torch.cuda.synchronize(one)
+        torch.cuda.synchronize(other)
+        return True
+
     # processes and threads -----------------------------------------------------------------------------------------
     def process(self) -> int:
         """Number of this process; another one after a fork."""

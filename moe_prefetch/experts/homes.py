@@ -58,6 +58,21 @@ class LocalHome:
         return Block(memory, (memory.data_ptr(),))
 
 
+class PeerHome(LocalHome):
+    """Memory of another GPU of this process, which kernels of `reader` read in place. Raises UnsupportedModelError where they can't.
+
+    Between processes a peer's block is mapped by symmetric memory instead: a `Home` of its own, whose blocks have every rank's base.
+    """
+
+    name = "peer"
+
+    def __init__(self, device: torch.device | str, reader: torch.device | str, runtime: Runtime) -> None:
+        super().__init__(device, runtime)
+        if not runtime.open_peers(torch.device(device), torch.device(reader)):
+            raise UnsupportedModelError(f"{reader} can't read the memory of {device}", where="experts", expected="GPUs with peer access",
+                                        do="use home: host")
+
+
 class HostHome:
     """Page-locked memory of the CPU, which kernels of every GPU of this process read in place over PCIe."""
 

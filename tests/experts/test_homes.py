@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from moe_prefetch.errors import ArtefactError, SessionError, ShapeError, UnsupportedModelError
-from moe_prefetch.experts.homes import Block, HostHome, LocalHome, MemoryStore
+from moe_prefetch.experts.homes import Block, HostHome, LocalHome, MemoryStore, PeerHome
 from moe_prefetch.experts.sources import CheckpointSource, ModuleSource
 from moe_prefetch.experts.store import DiskStore
 from moe_prefetch.kernels.expert_mlp.record import LINE, PAGE, Form, RecordLayout, pieces
-from moe_prefetch.runtime import REAL
+from moe_prefetch.runtime import REAL, Runtime
 from tests.experts.layouts import CLASSES, D, E, F, checkpoint_of, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +181,7 @@ import json, resource, sys
 import torch
 from moe_prefetch.experts.homes import LocalHome, MemoryStore
 from moe_prefetch.experts.sources import ModuleSource
-from moe_prefetch.runtime import REAL
+from moe_prefetch.runtime import REAL, Runtime
 from torch import nn
 layers, E, D, F = 12, 4, 512, 1024
 modules = []
@@ -258,6 +258,30 @@ def test_a_home_of_several_ranks_gives_each_rank_s_addresses():
     assert store.layout.stamp_of(store.buffer(0, E + 1)) == (1, 0, E + 1)
     with pytest.raises(ShapeError, match="another rank"):
         store.buffer(0, 0)
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_peer_s_memory_needs_access_in_both_directions(possible):
+    asked = []
+
+    class Two(Runtime):
+        def open_peers(self, one, other):
+            asked.append((str(one), str(other)))
+            return possible
+
+    if not possible:
+        with pytest.raises(UnsupportedModelError, match="can't read"):
+            PeerHome("cpu", "cuda:1", Two())
+        return
+    store = MemoryStore(ModuleSource([module_of("qwen3")]), PeerHome("cpu", "cuda:1", Two()), Two())
+    assert asked == [("cpu", "cuda:1")] and store.home.name == "peer" and store.address(0, 1) == store.buffer(0, 1).data_ptr()
+
+
+@pytest.mark.gpu
+def test_page_locked_records_are_read_where_they_are():
+    store = MemoryStore(ModuleSource([module_of("qwen3")]), HostHome(REAL), REAL)
+    assert all(store.buffer(0, e).is_pinned() for e in range(E))
+    store.close()
 
 
 # what is refused ------------------------------------------------------------------------------------------------------------

@@ -173,8 +173,21 @@ def test_masked_repeated_and_strange_ids():
     alone = torch.stack([weights[1].sum(), weights[2, 1]])[:, None]
     assert error(got[1:3], law(form, x[1:3], merged, alone, recs)) < BOUND[x.dtype]
     assert error(got, law(form, x, ids, weights, recs)) < BOUND[x.dtype]
-    order = torch.tensor([2, 0, 1], device=DEVICE)
-    assert torch.equal(run(form, x, ids[:, order], weights[:, order], recs)[4:], got[4:]), "experts are added in order of their ids"
+
+
+def test_experts_are_added_in_ascending_order_wherever_a_token_names_them():
+    """Outputs 2^30, -2^30 and 1 (the biases of empty matrices): only in this order is their sum 1, and only in FP32 from zero."""
+    form = FORMS["bf16_bias"]
+    recs = records(form, 3)
+    for record, bias in zip(recs, (2.0**30, -(2.0**30), 1.0)):
+        v = form.layout().views(record)
+        v["down"].zero_()
+        v["down_bias"].fill_(bias)
+    x = hidden(form, 6)
+    ids = torch.tensor([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]], device=DEVICE)
+    ones = torch.ones(6, 3, device=DEVICE)
+    for got in (run(form, x, ids, ones, recs), moe_records(x, ids, ones, recs, form)):
+        assert bool((got == 1).all())
 
 
 def test_an_expert_that_all_tokens_choose_and_experts_without_any():
