@@ -26,7 +26,8 @@ class DeviceInts:
         key = (device, *(tuple(x) if isinstance(x, Sequence) else x for x in numbers))
         made = self._made.get(key)
         if made is None:
-            made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            pin = device.type == "cuda" and len(numbers) > 0
+            made = torch.tensor(list(numbers), dtype=torch.int32, pin_memory=pin).to(device, non_blocking=True)
             self._made[key] = made
             if len(self._made) > self.keep:
                 self._made.popitem(last=False)

@@ -59,8 +59,10 @@ class Window:
         self.buffer_k, self.buffer_v = self.buffer_k[rows], self.buffer_v[rows]
 
     def _slots(self, columns: int) -> int:
-        # Few sizes on the way to a full window, since kernels are compiled for each.
-        return (columns if columns >= self.size else min(self.size, 1 << max(6, (columns - 1).bit_length()))) + SPARE
+        # Few sizes, since kernels are compiled for each: powers of two up to half a window, a window, and some more for a long draft.
+        if columns > self.size:
+            return self.size + -(-(columns - self.size) // WASTE) * WASTE + SPARE
+        return (self.size if 2 * columns >= self.size else min(self.size, 1 << max(6, (columns - 1).bit_length()))) + SPARE
 
     def _too_large(self, columns: int) -> bool:
         return self.buffer_k.shape[2] > self._slots(columns) + WASTE

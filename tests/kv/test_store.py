@@ -217,9 +217,9 @@ def test_memory_of_a_prompt_is_given_back_at_once() -> None:
     k = tokens(2000, 2, 64)
     s.append(k, k)
     assert s.recent_k.shape[2] <= 64 + DRAFT
-    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (64 + DRAFT + SPARE)
+    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (65 + DRAFT + SPARE)
     s.append(k[:, :, :1], k[:, :, :1])
-    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (64 + SPARE)
+    assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (65 + SPARE)
 
 
 @pytest.mark.parametrize("name", ["fp4-quality", "fp8", "fp16"])

@@ -54,6 +54,25 @@ def test_steps_are_written_in_place_and_the_buffer_has_few_sizes() -> None:
     assert w.k[0, 0, :, 0].tolist() == [float(i) for i in range(400, 600)]
 
 
+@pytest.mark.parametrize("settle", [1, 32])
+def test_decode_sees_few_sizes_whatever_the_prompt(settle: int) -> None:
+    """Prompts of any length, then steps and drafts: a kernel that reads the buffer is compiled for two or three sizes."""
+    seen = set()
+    for prompt in range(100, 260, 7):
+        w, counts = Window(1, 1, 8, 8, 64 + settle, "cpu"), torch.zeros(2, dtype=torch.int64)
+        live = prompt
+        for step in (prompt, 1, 1, 8, 1, 10, 1, 1, 5, 1):
+            if step < prompt:
+                w.keep(live := 64 + (live - 64) % settle)
+            w.append(torch.zeros(1, 1, step, 8), torch.zeros(1, 1, step, 8), counts)
+            if step == prompt:
+                w.keep(live := 96 + (live - 96) % settle)
+            else:
+                live += step
+                seen.add(w.buffer_k.shape[2])
+    assert len(seen) <= 3
+
+
 def test_equal_integers_are_one_tensor() -> None:
     ints = DeviceInts(keep=3)
     a = ints([1, 2, 3], "cpu")
