@@ -334,9 +334,9 @@ def damaged(folder: Path, change) -> None:
 @pytest.mark.parametrize("change", [
     lambda h, k: h[k].update(data_offsets=[0, 1 << 40]), lambda h, k: h[k].update(data_offsets=[-1, 5]),
     lambda h, k: h[k].update(data_offsets=h[k.replace("gate_up", "down")]["data_offsets"]), lambda h, k: h.update({k: []}),
-    lambda h, k: h[k].update(shape=[2, 2]),
+    lambda h, k: h[k].update(shape=[2, 2]), lambda h, k: h[k].update(data_offsets=[n + (1 << 30) for n in h[k]["data_offsets"]]),
     lambda h, k: h[k].update(shape=[True, 2]), lambda h, k: h[k].pop("shape"), lambda h, k: h[k].update(shape=[1 << 60, 1 << 60]),
-], ids=range(8))
+], ids=range(9))
 def test_a_hostile_header_is_refused_by_name(tmp_path, change):
     checkpoint_of(tmp_path, "stacked")
     damaged(tmp_path, change)

@@ -57,9 +57,8 @@ def kernels(name: str) -> dict[str, tuple[object, dict[str, object], int]]:
     model, tokens = name.rsplit("_t", 1)
     form, experts, top_k = MODELS[model]
     tile = fused.tuning(form, int(tokens), top_k, experts)
-    items = fused.items_of(int(tokens) * top_k, experts, tile[0])
-    first, second = (fused.constants(form, which, experts, tile, items) for which in ("gate_up", "down"))
-    out = {"gate_up": (fused.gate_up, {**first, "K": top_k, "CLAMPED": bool(form.bias), "PDL": True}, tile[1]),
+    first, second = (fused.constants(form, which, experts, int(tokens), top_k) for which in ("gate_up", "down"))
+    out = {"gate_up": (fused.gate_up, {**first, "CLAMPED": bool(form.bias), "PDL": True}, tile[1]),
            "down": (fused.down, {**second, "PDL": True}, tile[1])}
     if tokens == "1":
         wide = triton.next_power_of_2(top_k)

@@ -190,6 +190,18 @@ def test_experts_are_added_in_ascending_order_wherever_a_token_names_them():
         assert bool((got == 1).all())
 
 
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 4, 4), (7, 3, 5), (16, 4, 3), (13, 1, 9)])
+def test_few_pairs_need_no_plan(monkeypatch, tokens, top_k, experts):
+    form = FORMS["bf16"]
+    recs, x = records(form, experts), hidden(form, tokens)
+    ids, weights = routing(tokens, top_k, experts)
+    assert fused.small(tokens, top_k)
+    got = run(form, x, ids, weights, recs)
+    monkeypatch.setattr(fused, "SMALL", 0)
+    assert not fused.small(tokens, top_k)
+    assert torch.equal(got, run(form, x, ids, weights, recs))
+
+
 def test_an_expert_that_all_tokens_choose_and_experts_without_any():
     form = FORMS["mxfp4_whole"]
     recs, x = records(form, 20), hidden(form, 50)

@@ -1,6 +1,7 @@
 """A MoE layer from records through a table of addresses, in four Triton launches: plan, gate_up, down, combine.
 
-`plan`     one program an expert: which (token, k) pairs are its own, in token order; a token that names it twice appears once.
+`plan`     one program an expert: which (token, k) pairs are its own, in token order; a token that names it twice appears once. Left out for
+           few pairs: then programs find their own.
 `gate_up`  one program an item (an expert and up to BT of its pairs) and block of BF rows: its gate and up rows are one tile of the MMA, the
            activation follows in registers, h goes to [T K, F].
 `down`     the same for the rows of the second matrix; y goes to [T K, D] in FP32.
@@ -45,6 +46,7 @@ from .record import Form
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
 CHUNK = 256  # tokens that `plan` looks at together
+SMALL = 64  # up to how many pairs (and 16 tokens) programs find their own in the ids, and `plan` does not run
 
 @triton.jit
 def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
@@ -132,37 +134,58 @@ def plan(ids_ptr, pair_ptr, count_ptr, T, K: tl.constexpr, KP: tl.constexpr, CT:
 
 
 @triton.jit
-def locate(count_ptr, item, E: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr):
-    """(expert, first of its pairs, how many it has) of an item; an expert from E on when there are fewer items."""
-    i_E = tl.arange(0, EP)
-    count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
-    tiles_E = (count_E + BT - 1) // BT
-    e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
-    before = tl.sum(tl.where(i_E < e, tiles_E, 0), 0)
-    return e, (item - before) * BT, tl.sum(tl.where(i_E == e, count_E, 0), 0)
+def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr):
+    """(expert, which of BT columns count, pair of each column) of an item; an expert from E on when there are fewer items.
+
+    PP = 0: from what `plan` wrote. Else there are at most PP pairs and BT tokens: items are distinct experts, ascending, found from the ids
+    themselves. Columns that do not count repeat the last pair.
+    """
+    j_T = tl.arange(0, BT)
+    if PP == 0:
+        i_E = tl.arange(0, EP)
+        count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
+        tiles_E = (count_E + BT - 1) // BT
+        e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
+        n = tl.sum(tl.where(i_E == e, count_E, 0), 0)
+        j_T += (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
+        at_T = tl.minimum(e, E - 1).to(tl.int64) * T + tl.maximum(tl.minimum(j_T, n - 1), 0)
+        pair_T = tl.load(pair_ptr + at_T, mask=j_T >= 0, other=0, cache_modifier=".cg").to(tl.int64)
+    else:
+        p_P = tl.arange(0, PP)
+        id_P = tl.load(ids_ptr + p_P, mask=p_P < T * K, other=-1)
+        id_P = tl.where((id_P >= 0) & (id_P < E), id_P, E).to(tl.int32)
+        # [i, j]: pair j as pair i sees it
+        same = id_P[:, None] == id_P[None, :]
+        earlier = p_P[None, :] < p_P[:, None]
+        first_P = (tl.sum((same & earlier).to(tl.int32), 1) == 0) & (id_P < E)
+        rank_P = tl.sum((first_P[None, :] & (id_P[None, :] < id_P[:, None])).to(tl.int32), 1)
+        e = tl.min(tl.where(first_P & (rank_P == item), id_P, E), 0)
+        again_P = tl.sum((same & earlier & (p_P[None, :] // K == p_P[:, None] // K)).to(tl.int32), 1)
+        mine_P = ((id_P == e) & (again_P == 0)).to(tl.int32)
+        n = tl.sum(mine_P, 0)
+        at_P = tl.cumsum(mine_P, 0) - 1
+        want_T = tl.minimum(j_T, n - 1)
+        pair_T = tl.sum(tl.where((at_P[None, :] == want_T[:, None]) & (mine_P[None, :] > 0), p_P[None, :], 0), 1).to(tl.int64)
+    return e, j_T < n, pair_T
 
 
 @triton.jit(do_not_specialize=["T"])
-def gate_up(x_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
             D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-            BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr,
+            BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """h [T K, F] = act(gate x) up x, of the pairs that count. BR rows: BR / 2 of gate, then as many of up."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     BF: tl.constexpr = BR // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, first, n = locate(count_ptr, tl.program_id(1), E, EP, BT)
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, BT, PP)
     if e < E:
         address = entry(where_ptr, e)
         r_R = tl.arange(0, BR)
         f_R = tl.minimum(tl.program_id(0) * BF + r_R % BF, F - 1)
         row_R = tl.where(r_R < BF, f_R, F + f_R)
-        j_T = first + tl.arange(0, BT)
-        on_T = j_T < n
-        # Columns that do not count repeat the last pair.
-        pair_T = tl.load(pair_ptr + e.to(tl.int64) * T + tl.minimum(j_T, n - 1), cache_modifier=".cg").to(tl.int64)
         scale_row_R = row_R
         if W == FP8:
             scale_row_R = f_R // BLOCK + tl.where(r_R < BF, 0, (F + BLOCK - 1) // BLOCK)
@@ -183,22 +206,20 @@ def gate_up(x_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl
 
 
 @triton.jit(do_not_specialize=["T"])
-def down(h_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-         W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
-         BIAS_AT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+         D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+         PDL: tl.constexpr):
     """y [T K, D] FP32 = down h + bias, of the pairs that count."""
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, first, n = locate(count_ptr, tl.program_id(1), E, EP, BT)
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, BT, PP)
     if e < E:
         address = entry(where_ptr, e)
         d_R = tl.program_id(0) * BR + tl.arange(0, BR)
         row_R = tl.minimum(d_R, D - 1)
-        j_T = first + tl.arange(0, BT)
-        on_T = j_T < n
-        pair_T = tl.load(pair_ptr + e.to(tl.int64) * T + tl.minimum(j_T, n - 1), cache_modifier=".cg").to(tl.int64)
         scale_row_R = row_R
         if W == FP8:
             scale_row_R = row_R // BLOCK
@@ -276,11 +297,18 @@ def step(form: Form, columns: int) -> int:
     return 64
 
 
-def constants(form: Form, which: str, experts: int, tile: tuple[int, int, int], items: int) -> dict[str, Any]:
+def small(tokens: int, top_k: int) -> int:
+    """PP of `pairs_of`: 0 when `plan` has to run."""
+    return max(16, triton.next_power_of_2(tokens * top_k)) if tokens <= 16 and tokens * top_k <= SMALL else 0
+
+
+def constants(form: Form, which: str, experts: int, tokens: int, top_k: int) -> dict[str, Any]:
     """What `gate_up` and `down` have in common as constants."""
-    at = {p.name: p.offset for p in form.layout().parts}
+    at, tile = {p.name: p.offset for p in form.layout().parts}, tuning(form, tokens, top_k, experts)
+    items = items_of(tokens * top_k, experts, tile[0])
     all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
-    return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "D": form.hidden, "F": form.width,
+    return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "K": top_k, "PP": small(tokens, top_k),
+            "D": form.hidden, "F": form.width,
             "W": {"fp8": FP8.value, "mxfp4": MX.value}.get(form.weights, PLAIN.value), "SCALE": CODES[form.scale], "BLOCK": form.block or 1,
             "BIAS": CODES[form.bias], "AT": at[which], "SCALE_AT": at.get(f"{which}_scale", 0), "BIAS_AT": at.get(f"{which}_bias", 0),
             "BT": tile[0], "BR": rows(form, all_rows, tile, items), "BK": step(form, columns), "STAGES": tile[2], "PDL": PDL and ASM.value}
@@ -305,13 +333,13 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     pdl = {"launch_pdl": True} if PDL and ASM.value else {}
-    on = PDL and ASM.value
-    wide_k = triton.next_power_of_2(max(2, top_k))
-    plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=wide_k, CT=CHUNK, PDL=on, num_warps=4, **pdl)
-    first, second = (constants(form, which, experts, tile, items) for which in ("gate_up", "down"))
-    gate_up[(-(-2 * form.width // first["BR"]), items)](hidden_TD, where_E, pair, count, h, tokens, limit, alpha, K=top_k,
+    first, second = (constants(form, which, experts, tokens, top_k) for which in ("gate_up", "down"))
+    if not first["PP"]:
+        plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=triton.next_power_of_2(max(2, top_k)), CT=CHUNK, PDL=PDL and ASM.value,
+                         num_warps=4, **pdl)
+    gate_up[(-(-2 * form.width // first["BR"]), items)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha,
                                                         CLAMPED=limit != 0, num_warps=tile[1], **first, **pdl)
-    down[(-(-hidden // second["BR"]), items)](h, where_E, pair, count, y, tokens, num_warps=tile[1], **second, **pdl)
+    down[(-(-hidden // second["BR"]), items)](h, ids_TK, where_E, pair, count, y, tokens, num_warps=tile[1], **second, **pdl)
     return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
 
 
