@@ -24,6 +24,7 @@ from moe_prefetch.kernels.expert_mlp import fused, grouped
 from moe_prefetch.kernels.expert_mlp.naive import moe_records
 from moe_prefetch.kernels.expert_mlp.record import Form
 
+DEVICE = "cuda"
 SMALL = {
     "bf16 bias": Model(Form("bfloat16", 200, 72, "bfloat16"), 20, 3),
     "fp16": Model(Form("float16", 264, 136, "float32"), 9, 2),
@@ -40,16 +41,16 @@ def told(what: str, right: bool, more: str = "") -> None:
 
 
 def table_of(block: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([r.data_ptr() for r in block], dtype=torch.int64, device="cuda")
+    return torch.tensor([r.data_ptr() for r in block], dtype=torch.int64, device=DEVICE)
 
 
 def errors_and_neighbours(name: str, model: Model) -> None:
     form = model.form
     dtype = torch.float16 if form.weights == "float16" else torch.bfloat16
-    block = random_block(form, model.experts + model.shared, "cuda")
+    block = random_block(form, model.experts + model.shared, DEVICE)
     table, longest = table_of(block), 4096
-    x = torch.randn(longest, form.hidden, device="cuda").to(dtype)
-    ids, weights = draw(model, longest, 0, "cuda")
+    x = torch.randn(longest, form.hidden, device=DEVICE).to(dtype)
+    ids, weights = draw(model, longest, 0, DEVICE)
     call = lambda n: fused.launch(x[:n], ids[:n], weights[:n], table, form, model.limit, 1.702)  # noqa: E731
     want = moe_records(x[:64], ids[:64], weights[:64], list(block), form, model.limit, 1.702, torch.float64)
     alone = torch.cat([fused.launch(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], table, form, model.limit, 1.702) for t in range(64)])
@@ -66,17 +67,17 @@ def errors_and_neighbours(name: str, model: Model) -> None:
 def replays(count: int) -> None:
     model = Model(Form("bfloat16", 512, 384), 24, 4)
     form, tokens = model.form, 9
-    homes, copies = (random_block(form, 24, "cuda") for _ in range(2))
+    homes, copies = (random_block(form, 24, DEVICE) for _ in range(2))
     copies.copy_(homes)
     home_E, copy_E = table_of(homes), table_of(copies)
-    table, x = home_E.clone(), torch.zeros(tokens, form.hidden, dtype=torch.bfloat16, device="cuda")
-    ids, weights = draw(model, tokens, 0, "cuda")
+    table, x = home_E.clone(), torch.zeros(tokens, form.hidden, dtype=torch.bfloat16, device=DEVICE)
+    ids, weights = draw(model, tokens, 0, DEVICE)
 
     def feed(i: int) -> None:
-        fresh = draw(model, tokens, i, "cuda")
+        fresh = draw(model, tokens, i, DEVICE)
         ids.copy_(fresh[0])
         weights.copy_(fresh[1])
-        x.copy_(torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(i)).to(x.dtype))
+        x.copy_(torch.randn(x.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(i)).to(x.dtype))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -85,10 +86,10 @@ def replays(count: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fused.launch(x, ids, weights, table, form, 0.0, 1.0)
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for i in range(count):
         feed(i)
-        torch.where(torch.rand(24, device="cuda") < 0.5, home_E, copy_E, out=table)
+        torch.where(torch.rand(24, device=DEVICE) < 0.5, home_E, copy_E, out=table)
         graph.replay()
         # Eager, from the homes.
         wrong += (out != fused.launch(x, ids, weights, home_E, form, 0.0, 1.0)).any()
@@ -103,15 +104,15 @@ def replays(count: int) -> None:
 def guards() -> None:
     form = Form("mxfp4", 160, 96, "bfloat16")
     size = form.layout().nbytes
-    whole = torch.full((8 * (size + 4096) + 4096,), 0xA5, dtype=torch.uint8, device="cuda")
-    block = random_block(form, 8, "cuda")
+    whole = torch.full((8 * (size + 4096) + 4096,), 0xA5, dtype=torch.uint8, device=DEVICE)
+    block = random_block(form, 8, DEVICE)
     spread = [whole[4096 + e * (size + 4096) : 4096 + e * (size + 4096) + size] for e in range(8)]
     for mine, record in zip(spread, block, strict=True):
         mine.copy_(record)
     before = whole.clone()
-    x = torch.randn(33, 160, device="cuda").to(torch.bfloat16)
-    ids, weights = draw(Model(form, 8, 3), 33, 0, "cuda")
-    table = torch.tensor([r.data_ptr() for r in spread], dtype=torch.int64, device="cuda")
+    x = torch.randn(33, 160, device=DEVICE).to(torch.bfloat16)
+    ids, weights = draw(Model(form, 8, 3), 33, 0, DEVICE)
+    table = torch.tensor([r.data_ptr() for r in spread], dtype=torch.int64, device=DEVICE)
     fused.launch(x, ids, weights, table, form, 7.0, 1.702)
     told("bytes of records and between them", torch.equal(whole, before))
 

@@ -30,6 +30,7 @@ from .kv_attend import FIELDS, relative, stamp_of, timed
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 BOUND = 6e-3
 DRAWS = 6
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def measure(model: Model, block_EB: torch.Tensor, plain: dict[str, torch.Tensor]
             rate: float) -> tuple[float, float, list[tuple[str, float, str]]]:
     """One case: (error, error of torch._grouped_mm, figures). Nothing is timed when the error is beyond the bound."""
     form, limit = model.form, model.limit
-    table = torch.tensor([r.data_ptr() for r in block_EB], dtype=torch.int64, device="cuda")
-    x = torch.randn(tokens, form.hidden, device="cuda").to(torch.bfloat16)
-    draws = [draw(model, tokens, seed, "cuda") for seed in range(DRAWS)]
+    table = torch.tensor([r.data_ptr() for r in block_EB], dtype=torch.int64, device=DEVICE)
+    x = torch.randn(tokens, form.hidden, device=DEVICE).to(torch.bfloat16)
+    draws = [draw(model, tokens, seed, DEVICE) for seed in range(DRAWS)]
     ids, weights = draws[0]
     out, some = fused.launch(x, ids, weights, table, form, limit, 1.702), min(64, tokens)
     want = moe_records(x[:some], ids[:some], weights[:some], list(block_EB), form, limit, 1.702, torch.float64)
@@ -193,7 +194,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
         setattr(fused, name, int(value))
     torch.manual_seed(0)
     stamp, rows = stamp_of(a.commit), []
-    rate = copy_rate("cuda")
+    rate = copy_rate(DEVICE)
     say(f"copy within HBM: {rate / 1e12:.2f} TB/s read + write")
 
     def write(case: str, checked: str, figures: list[tuple[str, float, str]]) -> None:
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
         todo = [t for t in TOKENS if re.search(a.cases, f"{name}_t{t}")]
         if not todo:
             continue
-        block_EB = random_block(model.form, model.experts + model.shared, "cuda")
+        block_EB = random_block(model.form, model.experts + model.shared, DEVICE)
         plain = dense(model.form, block_EB)
         for tokens in todo:
             case = f"{name}_t{tokens}"

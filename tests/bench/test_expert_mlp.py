@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -44,6 +46,37 @@ def test_bytes_of_an_expert() -> None:
     want = {"qwen3-30b-a3b": 9.44, "deepseek-v2-lite": 17.3, "mixtral-8x7b": 352.3, "gpt-oss-120b": 13.2, "qwen3-30b-a3b-fp8": 4.72}
     for name, model in job.MODELS.items():
         assert model.form.bytes_read / 1e6 == pytest.approx(want[name], rel=0.01), name
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole run in the interpreter, with small models and a clock that says 7 microseconds."""
+    stamp = {"machine": "none", "torch": "", "triton": "", "commit": "c", "date": "d"}
+    for name, value in {"DEVICE": "cpu", "timed": lambda calls, replays=9: [f() for f in calls] and 7.0, "stamp_of": lambda commit: stamp,
+                        "copy_rate": lambda device: 4e12, "TOKENS": (1, 5), "DRAWS": 2}.items():
+        monkeypatch.setattr(job, name, value)
+    small = {"plain": job.Model(Form("bfloat16", 64, 48), 4, 2, shared=1),
+             "quantised": job.Model(Form("mxfp4", 64, 32, "bfloat16"), 4, 2, limit=7.0)}
+    monkeypatch.setattr(job, "MODELS", small)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_a_run_writes_the_rows_it_promises(on_cpu: None, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.csv"
+    assert job.main(["--out", str(out), "--cases", "_t", "--set", "SMALL=64"], say=lambda *a: None) == 0
+    rows = list(csv.DictReader(out.open()))
+    assert {r["case"] for r in rows} == {"hbm_copy", *(f"{m}_t{t}" for m in ("plain", "quantised") for t in (1, 5))}
+    for case in ("plain_t1", "quantised_t5"):
+        mine = {r["metric"]: r for r in rows if r["case"] == case}
+        assert mine.keys() == {"us", "hbm_fraction", "ratio_vs_best", "grouped_mm_us", "loop_us", "batch_invariant"}
+        assert all(r["checked"].startswith("error ") for r in mine.values())
+    # One token reads two experts and the shared one, once each.
+    want = 3 * Form("bfloat16", 64, 48).bytes_read / 7e-6 / 4e12
+    got = next(r["value"] for r in rows if (r["case"], r["metric"]) == ("plain_t1", "hbm_fraction"))
+    assert float(got) == pytest.approx(want, rel=1e-3)
+    monkeypatch.setattr(job.fused, "launch", lambda x, *a: x)
+    assert job.main(["--out", str(out), "--cases", "_t"], say=lambda *a: None) == 0
+    assert [r["case"] for r in csv.DictReader(out.open())] == ["hbm_copy"], "a wrong result gets no row"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

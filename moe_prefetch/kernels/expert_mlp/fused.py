@@ -208,8 +208,8 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
 @triton.jit(do_not_specialize=["T"])
 def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
          D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-         PDL: tl.constexpr):
+         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr, BR: tl.constexpr,
+         BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """y [T K, D] FP32 = down h + bias, of the pairs that count."""
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     if PDL:
