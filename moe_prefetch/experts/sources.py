@@ -140,6 +140,12 @@ class ModuleSource:
             if any(type(t) not in plain or type(t.data) is not torch.Tensor for t in m.tensors.values()):
                 raise UnsupportedModelError("its expert weights are not plain tensors", where=f"layer {layer}", expected="nn.Parameter",
                                             do="load it without quantisation of the framework's own or sharding")
+        owners: dict[int, int] = {}
+        for layer, m in enumerate(self._layers):
+            for t in m.tensors.values():
+                if owners.setdefault(t.untyped_storage().data_ptr(), layer) != layer and t.numel():
+                    raise UnsupportedModelError("its experts share memory with another layer's", where=f"layer {layer}",
+                                                expected="weights of its own for each layer", do="leave its experts where they are")
         self.num_layers, self.num_experts = len(modules), experts_in(self._layers[0])
         self._gone: dict[int, dict[str, tuple[torch.Size, tuple[int, ...]]]] = {}
 

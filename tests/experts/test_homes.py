@@ -299,6 +299,13 @@ def test_layouts_that_are_not_known_are_refused():
         assert e.value.expected
 
 
+def test_layers_that_share_their_experts_are_refused():
+    one, other = module_of("qwen3", 0), module_of("qwen3", 1)
+    other.down_proj = one.down_proj
+    with pytest.raises(UnsupportedModelError, match="share memory"):
+        ModuleSource([one, other])
+
+
 def test_a_record_without_a_kernel_says_so():
     with pytest.raises(UnsupportedModelError):
         RecordLayout.of({"weight": torch.zeros(4, 4)}).form()

@@ -2,11 +2,11 @@
 
 usage: python tests/kernels/expert_code.py [NAME ...]      NAME: <model>_t<tokens> of MODELS and TOKENS
 
-One JSON object a line and kernel: name, kernel, registers, shared bytes, spills (accesses to local memory). For gate_up and down also, in
-the loop over columns (a short one may be unrolled: then of the whole kernel): per_weight (instructions that a thread issues for each
-element of the matrix), mma (warpgroup tensor instructions a step), other (tensor instructions of a warp, and conversions an eighth as fast:
-none is expected), copies (asynchronous 16-byte copies past L1), copies_all (all asynchronous copies), loads (others from global memory),
-barriers.
+One JSON object a line and kernel: name, kernel, registers, shared bytes, spills (accesses to local memory), unset (uniform registers that
+are read before any write: an assembler's mistake seen before). For gate_up and down also, in the loop over columns (a short one may be
+unrolled: then of the whole kernel): per_weight (instructions that a thread issues for each element of the matrix), mma (warpgroup tensor
+instructions a step), other (tensor instructions of a warp, and conversions an eighth as fast: none is expected), copies (asynchronous
+16-byte copies past L1), copies_all (all asynchronous copies), loads (others from global memory), barriers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
-from listing import LINE, loops
+from listing import LINE, loops, unset_uniform
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -78,7 +78,8 @@ def facts(name: str) -> list[dict[str, object]]:
             usage, code = run("-res-usage"), run("-sass").stdout
         fact: dict[str, object] = {
             "name": name, "kernel": what, "registers": int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1]),
-            "shared": kernel.metadata.shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", code))}
+            "shared": kernel.metadata.shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+            "unset": unset_uniform(code)}
         if what in ("gate_up", "down"):
             # ptxas unrolls short loops: then the whole kernel stands for all its steps.
             loop = next((body for body in loops(code) if any(" HGMMA" in f" {t}" for t in body)), None)

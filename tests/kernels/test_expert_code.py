@@ -33,6 +33,7 @@ def test_within_budget(names: list[str]) -> None:
     assert {f["kernel"] for f in found} >= {"gate_up", "down"}
     for fact in found:
         assert fact["spills"] == 0, fact
+        assert fact["unset"] == [], fact
         assert fact["shared"] <= 227 * 1024, fact
         if fact["kernel"] not in ("gate_up", "down"):
             continue
