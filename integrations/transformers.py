@@ -101,7 +101,6 @@ class TransformersModel:
         self._refusals: list[torch.utils.hooks.RemovableHandle] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._configs: list[tuple[nn.Module, Any]] = []
-        self._attention: Any = None
 
     def _check_layout(self, experts: nn.Module) -> None:
         where = f"{type(self.model).__name__}, {type(experts).__name__}"
@@ -238,6 +237,10 @@ class TransformersModel:
 
             return keep, hook
 
+        if kv is not None and (kv.format != "fp16" or kv.layers):
+            from moe_prefetch.integrations.transformers_pages import serve
+
+            handles.append(serve(self.model, kv))
         # First of all, so that `end` never answers for a call that another hook refused.
         handles.append(self.base.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
         handles.append(self.base.register_forward_hook(end, always_call=True))
@@ -276,7 +279,9 @@ class TransformersModel:
         if kv.format == "fp16" and not kv.layers:
             return
         from moe_prefetch.integrations.transformers_cache import PagedLayer, make_cache
+        from moe_prefetch.integrations.transformers_pages import choose
 
+        choose(self.model, kv)
         text = self.model.config.get_text_config(decoder=True)
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for layer in make_cache(self.model.config, kv).layers:
@@ -286,10 +291,6 @@ class TransformersModel:
     def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
         with _SERVED_LOCK:
             self.check_free()
-            if kv.format != "fp16" or kv.layers:
-                from moe_prefetch.integrations.transformers_pages import serve
-
-                self._attention = serve(self.model, kv)
             self._configs = [(b.mlp.experts, b.mlp.experts.config) for b in self.blocks]
             self._hook(taps, kv, self._handles)
             for layer, (experts, config) in enumerate(self._configs):
@@ -304,9 +305,7 @@ class TransformersModel:
         for experts, config in self._configs:
             _SERVED.pop(experts, None)
             experts.config = config
-        if self._attention is not None:
-            self._attention.undo(self.model)
-        self._handles, self._configs, self._attention = [], [], None
+        self._handles, self._configs = [], []
 
     @contextlib.contextmanager
     def observe(self, listener: Listener) -> Iterator[None]:

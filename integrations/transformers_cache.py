@@ -46,8 +46,8 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.kv, self.number, self.stats, self.latent, self.text = kv, number, stats, latent, text
         self.ints = ints or DeviceInts()
-        # How the last step of decode was read: "pages", or "tensors" and why.
-        self.attention = "tensors"
+        # How the last step of decode was read: "pages", or "tensors" and why; one layer of a cache says so.
+        self.attention, self.speaks = "tensors", False
         self.format = format_of(kv.layers.get(number, kv.format))
         # One window for all layers: a layer that fell back to a finer format keeps what its neighbours keep.
         self.window = format_of(kv.format).window_or(kv.window)
@@ -122,7 +122,7 @@ class PagedLayer(CacheLayerMixin):
 
     def _note(self, why: str) -> None:
         how = f"tensors: {why}" if why else "pages"
-        if why and how != self.attention and self.number == 0:
+        if why and how != self.attention and self.speaks:
             log.warning("attention decodes the whole KV cache at each step: %s", why)
         self.attention = how
 
@@ -165,12 +165,8 @@ class PagedLayer(CacheLayerMixin):
         self._select(indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist())
 
     def offload(self) -> None:
-        raise CacheError(
-            "pages are not offloaded layer by layer",
-            where=f"layer {self.number}",
-            expected="offloading=False",
-            do="choose a smaller KV format instead",
-        )
+        where = f"layer {self.number}"
+        raise CacheError("pages are not offloaded by layers", where=where, expected="offloading=False", do="choose a smaller KV format")
 
     prefetch = offload
 
@@ -367,8 +363,10 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
     if model_config is not model:
         serve(model, kv_config)
 
-    layers = [layer(n) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)]
-    return PagedCache(layers=layers)
+    cache = PagedCache(layers=[layer(n) if type(x) is DynamicLayer else x for n, x in enumerate(theirs)])
+    for first in list(cache._paged())[:1]:
+        first.speaks = True
+    return cache
 
 
 def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int | None = None) -> OutlierStats:

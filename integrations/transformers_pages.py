@@ -191,14 +191,15 @@ for _name, _base in OVER.items():
 # switching on --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Served:
-    """What `serve` decided: `says` in words, `before` the implementation that `undo` sets again (None: nothing was changed)."""
+    """What `serve` decided: `says` in words, `before` the implementation that `remove` sets again (None: nothing was changed)."""
 
+    model: Any
     says: str
-    before: str | None = None
+    before: str | None
 
-    def undo(self, model: Any) -> None:
-        if self.before is not None and reads_pages(model.config.get_text_config(decoder=True)):
-            _set(model, self.before)
+    def remove(self) -> None:
+        if self.before is not None and reads_pages(self.model.config.get_text_config(decoder=True)):
+            _set(self.model, self.before)
 
 
 def _set(model: Any, name: str) -> None:
@@ -227,6 +228,27 @@ def _name_for(model: Any, text: Any) -> tuple[str | None, str]:
     return name, f"over {now}" if name else f"attention is {now!r}, which is left as it is; 'sdpa' can be served"
 
 
+def choose(model: Any, kv: KVConfig) -> tuple[str | None, str]:
+    """Which of our names `serve` would set, or None, and why. Raises ConfigError where `kv.attention: pages` can't be had."""
+    text = model.config.get_text_config(decoder=True)
+    if kv.attention == "tensors":
+        return None, "decoded tensors, by kv.attention"
+    if reads_pages(text):
+        return None, "pages, switched on before"
+    if kv.attention == "auto" and model.device.type != "cuda":
+        return None, f"decoded tensors: the model is on {model.device.type}"
+    name, why = _name_for(model, text)
+    if name is None and kv.attention == "pages":
+        raise _cannot(why)
+    return name, f"pages, {why}" if name else f"decoded tensors: {why}"
+
+
+def _cannot(why: str) -> ConfigError:
+    return ConfigError(
+        f"attention can't read pages: {why}", where="kv.attention: pages", expected="sdpa, plain heads", do="use auto or tensors"
+    )
+
+
 def serve(model: Any, kv: KVConfig) -> Served:
     """Let the model's decode steps read pages, as `kv.attention` says; the decision is logged.
 
@@ -234,24 +256,15 @@ def serve(model: Any, kv: KVConfig) -> Served:
     pages    everywhere; raises ConfigError where it does not
     tensors  never: the cache decodes everything for the model's own attention
     """
-    text = model.config.get_text_config(decoder=True)
-    if kv.attention == "tensors":
-        done = Served("decoded tensors, by kv.attention")
-    elif reads_pages(text):
-        done = Served("pages, switched on before")
-    elif kv.attention == "auto" and model.device.type != "cuda":
-        done = Served(f"decoded tensors: the model is on {model.device.type}")
-    else:
+    name, says = choose(model, kv)
+    text, before = model.config.get_text_config(decoder=True), None
+    if name is not None:
         before = text._attn_implementation
-        name, why = _name_for(model, text)
-        if name is not None:
-            _set(model, name)
-            if text._attn_implementation != name:
-                name, why = None, f"{type(model).__name__} does not take its attention from the registry"
-        if name is None and kv.attention == "pages":
-            raise ConfigError(
-                f"attention can't read pages: {why}", where="kv.attention: pages", expected="sdpa, plain heads", do="use auto or tensors"
-            )
-        done = Served(f"pages, {why}", before) if name else Served(f"decoded tensors: {why}")
-    log.info("attention over the KV cache reads %s", done.says)
-    return done
+        _set(model, name)
+        if text._attn_implementation != name:
+            why = f"{type(model).__name__} does not take its attention from the registry"
+            if kv.attention == "pages":
+                raise _cannot(why)
+            says, before = f"decoded tensors: {why}", None
+    log.info("attention over the KV cache reads %s", says)
+    return Served(model, says, before)

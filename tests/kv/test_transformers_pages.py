@@ -166,6 +166,28 @@ def test_a_prompt_in_chunks(cases) -> None:
     assert torch.allclose(got, want, atol=0.02 * float(want.abs().max()))
 
 
+def test_padding_longer_than_the_first_chunk(llama) -> None:
+    """A row that has no token yet when a step reads pages."""
+    model, stats = llama, calibrate(llama, models.ids(60, 2))
+    ids, pads = models.ids(110, 3), [0, 30, 75]
+    mask = torch.stack([torch.arange(110) >= p for p in pads]).long()
+
+    def run() -> torch.Tensor:
+        cache = make_cache(model.config, models.config(), stats)
+        cache.set_padding(mask)
+        out, at = [], 0
+        for chunk in ids.split([60, 20, 25, 4, 1], 1):
+            at += chunk.shape[1]
+            out.append(model(input_ids=chunk, attention_mask=mask[:, :at], past_key_values=cache).logits)
+        assert "pages" in cache.report()[0]["attention"] or model.config._attn_implementation == "sdpa"
+        return torch.cat(out, 1)
+
+    want, got = under(model, "sdpa", run), under(model, OURS, run)
+    for b, pad in enumerate(pads):
+        assert torch.allclose(got[b, pad:], want[b, pad:], atol=0.02 * float(want.abs().max()))
+    assert bool(got.isfinite().all())
+
+
 def test_the_kernel_is_called_at_every_step_and_nothing_is_decoded(cases, monkeypatch: pytest.MonkeyPatch) -> None:
     model, stats = cases["mixtral"]
     cache = make_cache(model.config, models.config(), stats)
