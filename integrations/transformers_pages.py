@@ -1,6 +1,6 @@
 """transformers' attention straight from the pages: steps of decode and speculative verify go to `kv_attend`, nothing is decoded first.
 
-    model.set_attn_implementation("moe_prefetch")        # `attach` and `make_cache(model, ...)` do this themselves on a GPU
+    model.set_attn_implementation("moe_prefetch")        # `attach` and `make_cache(model, ...)` do this for `kv.attention: pages`
 
 An implementation in transformers' own registry, over `sdpa`: a cache of ours hands it a step's own K and V, which stand for all that is
 cached (`Held`); everything else goes on to `sdpa` as it came: other caches, prompts, training, masks that are not causal. A twin stands
@@ -30,6 +30,9 @@ from moe_prefetch.kv.store import LayerStore
 
 log = logging.getLogger(__name__)
 
+# Whether decode from pages has been compared with decoded tensors in a model on a GPU (benchmarks/generate.py does it). Until then `auto`
+# is tensors there too; `kv.attention: pages` asks for it.
+PROVEN = False
 # Our names, and whose place each takes.
 OVER = {"moe_prefetch": "sdpa", "moe_prefetch_over_eager": "eager"}
 # Models whose own eager attention is softmax(cap(scale q k) + mask, sink) v, with the cap and the sink in its arguments.
@@ -237,6 +240,8 @@ def choose(model: Any, kv: KVConfig) -> tuple[str | None, str]:
         return None, "pages, switched on before"
     if kv.attention == "auto" and model.device.type != "cuda":
         return None, f"decoded tensors: the model is on {model.device.type}"
+    if kv.attention == "auto" and not PROVEN:
+        return None, "decoded tensors: pages have not been compared with them on a GPU yet (kv.attention: pages reads them all the same)"
     name, why = _name_for(model, text)
     if name is None and kv.attention == "pages":
         raise _cannot(why)
@@ -252,7 +257,7 @@ def _cannot(why: str) -> ConfigError:
 def serve(model: Any, kv: KVConfig) -> Served:
     """Let the model's decode steps read pages, as `kv.attention` says; the decision is logged.
 
-    auto     on a GPU, where the model's attention allows it
+    auto     on a GPU, where the model's attention allows it, once it is PROVEN
     pages    everywhere; raises ConfigError where it does not
     tensors  never: the cache decodes everything for the model's own attention
     """
