@@ -33,6 +33,7 @@ from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
 from torch import nn
@@ -244,6 +245,7 @@ def initialize(*, model: nn.Module, config: Source = None, args: Any = None, **k
         problems.append("optimizer: experts, probe and kv serve inference; drop the optimizer, or use fit")
     if isinstance(model, PipelineModule):
         problems.append("model: a PipelineModule runs its stages at different times; fit from traces instead (docs/probes.md)")
+    problems += _optimizer(stock)
     _refuse(problems, source)
     _check_folders(ours)
     host = open_module(model)
@@ -257,6 +259,16 @@ def initialize(*, model: nn.Module, config: Source = None, args: Any = None, **k
     engine, *rest = deepspeed.initialize(args=None, model=model, config=stock | {SECTION: ours.model_dump(mode="json")}, **kwargs)
     attach_engine(engine, ours)
     return (engine, *rest)
+
+
+def _optimizer(stock: Mapping[str, Any]) -> list[str]:
+    section = stock.get("optimizer")
+    name = str(section.get("type") or "").lower() if isinstance(section, Mapping) else ""
+    known = [*DEEPSPEED_OPTIMIZERS, "onebitadam", "onebitlamb", "zerooneadam", *map(str.lower, dir(torch.optim))]
+    if not name or name in known:
+        return []
+    near = difflib.get_close_matches(name, known, n=1)
+    return [f"optimizer.type: neither DeepSpeed nor torch.optim has {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")]
 
 
 def _check_started() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
 from moe_prefetch.kernels.kv_encode.records import Book
@@ -19,6 +20,7 @@ from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.gate import Verdict, judge, judge_bits
 from moe_prefetch.kv.outliers import Policy
 
+SETTLE = KVConfig().settle
 # (layer, k_BNTd, v_BNTd) -> the K and V that a cache would have given back
 Transform = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -90,7 +92,8 @@ def decoded(
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
-            most = fmt.window_or(window) + settle - 1
+            # Outliers as the cache that will be served grants them.
+            most = fmt.window_or(window) + max(settle, SETTLE) - 1
             layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=most)
             book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
             books[n] = layout, book
@@ -161,7 +164,13 @@ def gate(
             "the gate needs one budget", where="gate(max_kl=, max_bits=)", expected="exactly one of the two", do="give a KL or a bit budget"
         )
 
+    if not texts or not formats:
+        raise ConfigError(
+            f"{len(texts)} texts and {len(formats)} formats", where="gate(texts, formats)", expected="one of each at least", do="give some"
+        )
     window = format_of(format).window_or(window)
+    if window < 0:
+        raise ConfigError(f"a window of {window}", where="gate(window)", expected="0 or more", do="correct it")
     if short := [len(ids) for ids in texts if len(ids) <= sinks + window + settle - 1]:
         raise ConfigError(
             f"a text of {min(short)} tokens shows nothing: {sinks} sinks and a window of {window} stay in FP16",
@@ -184,7 +193,8 @@ def gate(
         log_probs(model, texts[0][:2], decoded(stats, dict.fromkeys(layers, name), policy=policy, seen=seen, **kept))
         for n, layout in seen.items():
             layouts[n][name] = layout
+    most = window + max(settle, SETTLE) - 1
     found = judge_bits(
-        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=window + settle - 1)
+        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=most)
     )
     return replace(found, window=window)

@@ -5,6 +5,7 @@ Pure reading: DeepSpeed is not imported, so `moe-prefetch validate` answers anyw
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,13 @@ UNREAD: Mapping[tuple[str, ...], tuple[Any, str]] = {
 # Any of these says that a file is for `deepspeed.initialize`, which takes unknown keys.
 TRAINING_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
                  "zero_optimization", "expert_parallel")
+BATCH_KEYS = TRAINING_KEYS[:3]
+# `deepspeed.initialize` passes over a top-level key that it does not know: what is almost one of these was meant.
+TRAINING_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "expert_parallel", "fp16", "bf16", "tensor_parallel",
+                     "activation_checkpointing", "flops_profiler", "comms_logger", "compile", "hybrid_engine", "tensorboard",
+                     "wandb", "csv_monitor", "aio", "elasticity")
+KNOWN_TRAINING = (*BATCH_KEYS, *TRAINING_SECTIONS, "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
+                  "sparse_gradients", "communication_data_type", "zero_allow_untested_optimizer", "gradient_predivide_factor")
 
 
 def is_training(stock: Mapping[str, Any]) -> bool:
@@ -144,8 +152,31 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
     return found
 
 
-def _training(stock: Mapping[str, Any], ours: Config) -> list[str]:
+def _half_read(stock: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed would refuse with an assertion or an attribute error, or pass over, once it has begun."""
     found = []
+    for key, value in stock.items():
+        if key not in KNOWN_TRAINING and (near := difflib.get_close_matches(key, KNOWN_TRAINING, n=1, cutoff=0.85)):
+            found.append(f"{key}: DeepSpeed would pass over it; did you mean {near[0]!r}?")
+        elif key in TRAINING_SECTIONS and value is not None and not isinstance(value, Mapping):
+            found.append(f"{key}: {value!r} is no section; give an object with its keys")
+    given = {key: stock[key] for key in BATCH_KEYS if stock.get(key) is not None}
+    if wrong := {k: v for k, v in given.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1}:
+        found += [f"{key}: {value!r}; give a whole number from 1 on" for key, value in wrong.items()]
+    elif not given.keys() - {"gradient_accumulation_steps"}:
+        found.append("train_micro_batch_size_per_gpu: DeepSpeed needs it, or train_batch_size; name one")
+    elif "train_batch_size" in given:
+        step = math.prod(v for k, v in given.items() if k != "train_batch_size")
+        if given["train_batch_size"] % step:
+            whole = given["train_batch_size"]
+            found.append(f"train_batch_size: {whole} is no multiple of {step}, micro-batch times accumulation; correct one")
+    if _object(stock, "fp16").get("enabled") and _object(stock, "bf16").get("enabled"):
+        found.append("fp16, bf16: both are enabled; keep one of the two")
+    return found
+
+
+def _training(stock: Mapping[str, Any], ours: Config) -> list[str]:
+    found = _half_read(stock)
     stage = _object(stock, "zero_optimization").get("stage", 0)
     if stage not in (0, 1, 2):
         found.append(f"zero_optimization.stage: {stage!r} takes routers and experts apart between uses; use stage 0, 1 or 2")

@@ -56,13 +56,14 @@ def dynamic_fp4_kv_quantize(kv_states: torch.Tensor, outlier_threshold: float = 
     Cost: 4 bits a code, 8 bits per block (0.25 at 32), 48 bits per outlier (value and position): 4.4 bits at 0.3 % outliers (Gaussian),
     6.65 at 5 %. Error bound: an outlier is exact to FP16; any other element x of a block with largest magnitude A is off by at most A / 6 +
     A / 48 (half the widest E2M1 step at scale A / 6, and E4M3's rounding of that scale), or 1 / 1024 of the tensor's largest block scale if
-    greater. Inf saturates to +-65504 and NaN becomes 0, both counted. Raises ShapeError for fewer than 2 dims or a bad block size.
+    greater. Inf saturates to +-65504 and NaN becomes 0, both counted. Raises ShapeError for fewer than 2 dims, a bad block size, or
+    a threshold that is negative or NaN.
     """
-    if kv_states.dim() < 2 or not kv_states.is_floating_point() or block_size < 1:
+    if kv_states.dim() < 2 or not kv_states.is_floating_point() or block_size < 1 or not outlier_threshold >= 0:
         raise ShapeError(
-            f"kv_states {tuple(kv_states.shape)} of {kv_states.dtype}, block size {block_size}",
+            f"kv_states {tuple(kv_states.shape)} of {kv_states.dtype}, block size {block_size}, threshold {outlier_threshold}",
             where="dynamic_fp4_kv_quantize",
-            expected="a float tensor [batch, tokens, ..., head_dim] and a positive block size",
+            expected="a float tensor [batch, tokens, ..., head_dim], a positive block size, a threshold of 0 or more",
             do="pass K or V with the token axis second",
         )
     x, saturated, nan = clean(kv_states)

@@ -320,13 +320,19 @@ class LayerStore:
         }
 
     def import_row(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill an empty one-row store from `export_row`. Raises ArtefactError when it was written under another layout or codebook."""
+        """Fill an empty one-row store from `export_row`. Raises ArtefactError when it was written under another layout or codebook, or is
+        damaged; the store is then as it was.
+        """
         lay = self.layout
         want = [LAYOUT_VERSION, lay.k_dim, lay.v_dim, lay.outliers, lay.rope, self.sinks]
+        parts = ("records", "sink_k", "sink_v", "recent_k", "recent_v", "shape", "format")
+        if missing := [name for name in parts if name not in tensors]:
+            raise ArtefactError(f"{missing[0]} is missing", where="KV import", expected=", ".join(parts), do="export the row again")
         shape = tensors["shape"].tolist()
-        book = cast(Book, tuple(tensors[f"book_{i}"].to(self.device) for i in range(6))) if "book_0" in tensors else None
+        whole = all(f"book_{i}" in tensors for i in range(6))
+        book = cast(Book, tuple(tensors[f"book_{i}"].to(self.device) for i in range(6))) if whole else None
         same_book = self._fixed is None or (book is not None and all(torch.equal(a, b) for a, b in zip(self._fixed, book, strict=True)))
-        if shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
+        if len(shape) != 8 or shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
             raise ArtefactError(
                 "a saved sequence of another layout or codebook",
                 where="KV import",
@@ -343,6 +349,20 @@ class LayerStore:
                 expected=f"{(pages, self.heads, lay.page_bytes)} into an empty one-row store",
                 do="reset the store first",
             )
+        live = length - min(self.sinks, length) - stored
+        for name, n, d in (("sink_k", self.sinks, self.k_dim), ("sink_v", self.sinks, self.v_dim),
+                           ("recent_k", live, self.k_dim), ("recent_v", live, self.v_dim)):  # fmt: skip
+            t = tensors[name]
+            if t.dtype != torch.float16 or tuple(t.shape) != (self.heads, n, d) or not bool(t.isfinite().all()):
+                raise ArtefactError(
+                    f"{name} is {t.dtype} {tuple(t.shape)}, or not finite",
+                    where="KV import",
+                    expected=f"finite FP16 {(self.heads, n, d)}",
+                    do="export the row again",
+                )
+        full = torch.tensor([min(PAGE, stored - i * PAGE) for i in range(pages)], device=records.device)[:, None]
+        if records.dtype != torch.uint8 or (pages and bool((tokens_in(records, lay) < full).any())) or (pages and not whole):
+            raise ArtefactError("records do not hold what the row counts", where="KV import", do="export the row again")
         _, runs = self.pages.append(0, stored, 0)
         self.pool = torch.cat([self.pool, self._blank.expand(max(0, self.pages.pages_made - len(self.pool)), -1, -1)])
         if runs:

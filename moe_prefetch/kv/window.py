@@ -7,6 +7,7 @@ import torch
 from ..kernels.kv_take.op import kv_take
 
 SPARE = 8  # slots behind the window: so many tokens come in before it is moved to the front again
+STEP = 128  # of the sizes of a window that is not full yet: a long one must not cost more than the tokens it holds
 WASTE = 16  # more slots than this without use are given back
 
 
@@ -59,10 +60,11 @@ class Window:
         self.buffer_k, self.buffer_v = self.buffer_k[rows], self.buffer_v[rows]
 
     def _slots(self, columns: int) -> int:
-        # Few sizes, since kernels are compiled for each: powers of two up to half a window, a window, and some more for a long draft.
+        # Few sizes, since kernels are compiled for each: steps up to a window, and some more for a long draft.
         if columns > self.size:
             return self.size + -(-(columns - self.size) // WASTE) * WASTE + SPARE
-        return (self.size if 2 * columns >= self.size else min(self.size, 1 << max(6, (columns - 1).bit_length()))) + SPARE
+        slots = 64 if columns <= 64 else -(-columns // STEP) * STEP
+        return (self.size if slots + 64 >= self.size else slots) + SPARE
 
     def _too_large(self, columns: int) -> bool:
         return self.buffer_k.shape[2] > self._slots(columns) + WASTE

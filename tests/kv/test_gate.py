@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 
 import pytest
 import torch
 
+from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
-from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
+from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs, log_probs_pinned
-from moe_prefetch.kv.format import FORMATS, layout_for
+from moe_prefetch.kv.format import FORMATS, PageLayout, layout_for
 from moe_prefetch.kv.gate import drift, judge, judge_bits, spend
 from tests.models import small
 
@@ -178,6 +180,26 @@ def test_the_gate_judges_with_the_window_that_is_served_and_names_it() -> None:
     v = gate(model, [text], stats, format="fp4-72", max_kl=1.0)
     assert v.window == 64 and v.before.kl > 0
     assert gate(model, [text], stats, format="fp4-quality", max_kl=1.0, window=16).window == 16
+
+
+@pytest.mark.parametrize(
+    ("texts", "kw"), [(0, {"max_kl": 0.1}), (0, {"max_bits": 6.0}), (1, {"max_bits": 6.0, "formats": ()}), (1, {"window": -1, "max_kl": 1})]
+)
+def test_the_gate_judges_nothing_without_evidence(texts: int, kw: dict[str, object]) -> None:
+    """No text passed every budget."""
+    with pytest.raises(ConfigError):
+        gate(models.llama(), [models.ids(200)[0]] * texts, None, **{"window": 16, **kw})
+
+
+def test_what_is_measured_has_the_outliers_of_what_is_served() -> None:
+    """At head dim 128 the tokens that leave late cost `fp4-quality` its fourth channel."""
+    seen: dict[int, PageLayout] = {}
+    k = torch.randn(1, 1, 4, 128)
+    attention = decoded(None, {0: "fp4-quality"}, seen=seen)
+    module = types.SimpleNamespace(layer_idx=0)
+    attention(None, module, k, k, k)
+    layer = PagedLayer(KVConfig(format="fp4-quality"), 0, None)
+    assert seen[0] == layer.layout(128, 128) and seen[0].outliers == 3
 
 
 @pytest.mark.parametrize("budgets", [{}, {"max_kl": 0.1, "max_bits": 5.0}])

@@ -251,6 +251,44 @@ def test_a_sequence_of_another_layout_or_codebook_is_refused() -> None:
         store("fp4-quality").import_row(short)
 
 
+DAMAGE = {
+    "a head of the sinks is gone": lambda d: d.update(sink_k=d["sink_k"][:1]),
+    "a sink is NaN": lambda d: d.update(sink_v=torch.full_like(d["sink_v"], torch.nan)),
+    "another length": lambda d: d.update(shape=d["shape"] + torch.tensor([0, 0, 0, 0, 0, 0, 1000, 0])),
+    "a short window": lambda d: d.update(recent_k=d["recent_k"][:, 1:]),
+    "a window of another type": lambda d: d.update(recent_v=d["recent_v"].float()),
+    "records of ones": lambda d: d.update(records=torch.full_like(d["records"], 0xFF)),
+    "records of another type": lambda d: d.update(records=d["records"].float()),
+    "no shape": lambda d: d.pop("shape"),
+    "half a codebook": lambda d: d.pop("book_5"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_sequence_is_refused_and_the_store_is_as_it_was(what: str) -> None:
+    """Seen by a newcomer: a broadcast sink, a NaN and a wrong length were taken."""
+    s, other = store("fp4-quality"), store("fp4-quality")
+    s.append(tokens(200, 2, 64), tokens(200, 2, 64))
+    s.settle()
+    data = s.export_row(0)
+    DAMAGE[what](data)
+    with pytest.raises(ArtefactError):
+        other.import_row(data)
+    assert other.length == 0 and other.pages.pages_made == 0
+    other.import_row(s.export_row(0))
+    other.check_integrity()
+
+
+@pytest.mark.parametrize("n", [100, 300, 544, 800])
+def test_a_long_window_that_is_not_full_costs_what_it_holds(n: int) -> None:
+    """Seen by a newcomer: from half full on the whole window was held, twice what FP16 takes."""
+    s = LayerStore(layout("fp4-quality"), 2, book(layout("fp4-quality"), 2), sinks=4, window=1024, settle=32)
+    s.append(tokens(n, 2, 64), tokens(n, 2, 64))
+    s.append(tokens(1, 2, 64), tokens(1, 2, 64))
+    s.settle()
+    assert s.held_bytes() <= (n + 1 + 128 + SPARE + 4) * 2 * 64 * 2 * 2 + 4096
+
+
 def test_rows_may_have_codebooks_of_their_own() -> None:
     lay = layout("fp4-quality")
     made: list[torch.Tensor] = []
