@@ -5,7 +5,11 @@ import pytest
 from moe_prefetch.errors import ConfigError, ShapeError
 from moe_prefetch.kv.format import ALIGN, FORMATS, HEAD_DIMS, PAGE, PageLayout, capacity, format_of, layout_for
 
-from .common import NAMES, layout
+from .common import NAMES
+
+
+def layout(name: str, dim: int = 64) -> PageLayout:
+    return layout_for(FORMATS[name], dim, dim)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
