@@ -228,7 +228,9 @@ def test_processes_that_attach_to_one_folder_at_once(tmp_path):
 
 
 EXIT = """
-import sys, time, tempfile, threading
+import signal, sys, time, tempfile, threading
+# A shell's background job starts with interrupts ignored, and so would this child.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [{root!r}]
 tempfile.tempdir = {folder!r}
 import torch
