@@ -317,7 +317,7 @@ def test_many_threads_on_one_model(fail):
                 done.append(torch.equal(got, want))
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-4)
     try:
         threads = [threading.Thread(target=work) for _ in range(6)]
         for t in threads:
