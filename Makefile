@@ -4,7 +4,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12; do \
 BIN := .venv/bin
 ARGS ?=
 # A file's tests stay in one process, so that a model or a wheel is made once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+# Shuffled, but each test draws from seed 0 (tests/conftest.py): a red gate is about the change, whatever the day.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --randomly-dont-reset-seed -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test lint nightly setup-demo setup-test clean
 .DEFAULT_GOAL := help

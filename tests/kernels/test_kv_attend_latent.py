@@ -79,7 +79,7 @@ def test_pages_of_very_different_size(name: str, monkeypatch: pytest.MonkeyPatch
     dev = args[2].device
     encode_naive(args[2], k.to(dev), torch.zeros(n, 1, 0, device=dev), torch.tensor(runs_for(table, 0, n, 0)).to(dev), args[11], layout)
     args[0][..., 256:] = args[0][..., 256:].abs() * 4
-    compare(args, kw, 2e-3, 5e-2)
+    compare(args, kw, 8e-3, 5e-2)
 
 
 def test_unused_bytes_never_show() -> None:

@@ -281,9 +281,9 @@ def test_sink_logits_take_part_in_the_sum_only(sink: float) -> None:
     out, lse = attend(s, q, scale=0.1, sink_H=torch.full((4,), sink))
     got_k, got_v = s.gather()
     want = attention_loop(q[0, 3], got_k[0, 1], got_v[0, 1], scale=0.1, last=1, sink=sink)
-    assert torch.allclose(out[0, 3].double(), want, atol=1e-5)
+    assert torch.allclose(out[0, 3].double(), want, atol=1e-4)
     plain, plain_lse = attend(s, q, scale=0.1)
-    assert torch.allclose(out, plain * torch.exp(plain_lse - lse)[..., None], atol=1e-5)
+    assert torch.allclose(out, plain * torch.exp(plain_lse - lse)[..., None], atol=1e-4)
 
 
 def test_a_model_with_sink_logits_generates_and_its_drift_is_measured() -> None:
