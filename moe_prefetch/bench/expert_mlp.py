@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from ..kernels.expert_mlp import fused, grouped
 from ..kernels.expert_mlp.naive import gated, moe_records, weights_of
 from ..kernels.expert_mlp.record import LINE, Form
-from .kv_attend import FIELDS, relative, stamp_of, timed
+from .kv_attend import FIELDS, relative, set_constants, stamp_of, timed
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 BOUND = 6e-3
@@ -187,11 +187,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     a = ap.parse_args(argv)
     if not torch.cuda.is_available():
         ap.error("these figures need a GPU")
-    for item in a.set:
-        name, value = item.split("=")
-        if not hasattr(fused, name):
-            ap.error(f"{name} is no constant of the kernel")
-        setattr(fused, name, int(value))
+    set_constants(fused, a.set, ap.error)
     torch.manual_seed(0)
     stamp, rows = stamp_of(a.commit), []
     rate = copy_rate(DEVICE)

@@ -15,8 +15,10 @@ import csv
 import datetime
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -222,6 +224,15 @@ def sdpa_us(case: Case, say: Callable[..., None] = print) -> tuple[float, str]:
     return best
 
 
+def set_constants(module: ModuleType, items: Sequence[str], refuse: Callable[[str], Any]) -> None:
+    """NAME=INT for constants of a kernel's module, to compare variants; `refuse` is told of a name that it does not have."""
+    for item in items:
+        name, value = item.split("=")
+        if not hasattr(module, name):
+            refuse(f"{name} is no constant of the kernel")
+        setattr(module, name, int(value))
+
+
 def stamp_of(commit: str) -> dict[str, str]:
     """The columns that say where a row comes from."""
     return {
@@ -246,11 +257,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     if not torch.cuda.is_available():
         ap.error("these figures need a GPU")
     kv_format.ALIGN = a.align
-    for item in a.set:
-        name, value = item.split("=")
-        if not hasattr(fused, name):
-            ap.error(f"{name} is no constant of the kernel")
-        setattr(fused, name, int(value))
+    set_constants(fused, a.set, ap.error)
     torch.manual_seed(0)
     stamp = stamp_of(a.commit)
     rows: list[dict[str, object]] = []

@@ -111,7 +111,7 @@ class Job:
                     f"{self.length} tokens never leave a window of {scheme.window}: {scheme.format} would be measured as FP16",
                     where="--length",
                     expected=f"more than {SINKS + scheme.window}",
-                    do="give more, or name a smaller window, such as " + f"{scheme.format}_w64",
+                    do=f"give more, or name a smaller window, such as {scheme.format}_w{self.length // 4}",
                 )
         if self.passkey and (bad := [name for name in self.schemes if name in PEERS or Scheme.parse(name).pinned]):
             raise ConfigError(
