@@ -1,9 +1,12 @@
-"""Time the encoder of FP4 pages on one GPU: append of one token per sequence, and a prompt; check its bytes against the naive law first.
+"""Compare every encoder of pages with the naive law on one GPU, byte by byte, and time those of FP4 pages; rows for
+`benchmarks/results/kv-attend.csv`.
 
-usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N]
+usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N] [--layouts REGEX] [--jobs N]
 
-Medians over replays of a CUDA graph. `copy_share` = (bytes read + bytes written) / time over the rate of a device-to-device copy of the
-same run.
+`--blocks` random scale blocks for `fp4-72` and `fp4-quality` at head dims 64 and 128 (whose times are taken), a hundredth of them for every
+other layout; each with every bf16 value in every lane, and appends of 1 to 128 tokens. Every difference is named, and the last line says
+which encoders `PROVEN` in `kernels/kv_encode/op.py` may name. Medians over replays of a CUDA graph. `copy_share` = (bytes read + bytes
+written) / time over the rate of a device-to-device copy of the same run. `--jobs` processes compile beforehand.
 """
 
 from __future__ import annotations
@@ -11,83 +14,160 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import re
+import subprocess
 import sys
+from types import ModuleType
 
 import torch
 import triton
 from kv_attend import FIELDS, timed
 
-from moe_prefetch.kernels.kv_encode import fused
+from moe_prefetch.kernels.kv_encode import fused, general, general_planes
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of, layout_for
 
-HEADS = 8
+HEADS, STRIDE = 8, 16
+TIMED = [(kind, dim) for kind in ("fp4-72", "fp4-quality") for dim in (64, 128)]
+
+
+def cases() -> dict[str, tuple[ModuleType, PageLayout]]:
+    """Layouts by name, and the encoder that writes each."""
+    kinds = ("fp4-72", "fp4-quality", "fp16", "fp8", "nvfp4", "mxfp4")
+    shapes = [(kind, d, d, 0) for kind in kinds for d in (64, 80, 96, 112, 128, 192, 256)]
+    shapes += [(kind, 512, 0, 64) for kind in kinds] + [("fp8", 192, 128, 0)]
+    found = {}
+    for kind, k_dim, v_dim, rope in shapes:
+        layout = layout_for(format_of(kind), k_dim, v_dim, rope=rope)
+        module = next((m for m in (fused, general, general_planes) if m.serves(layout)), None)
+        name = f"{kind}_mla{k_dim}" if rope else f"{kind}_d{k_dim}" + (f"_v{v_dim}" if v_dim != k_dim else "")
+        if module:
+            found[name] = (module, layout)
+    return found
+
+
+def heads_of(layout: PageLayout) -> int:
+    return 1 if layout.rope else HEADS
 
 
 def book_of(layout: PageLayout) -> Book:
-    book = neutral_book(layout, HEADS, "cuda")
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(HEADS)])
+    book, heads = neutral_book(layout, heads_of(layout), "cuda"), heads_of(layout)
+    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(heads)])
     return (channels.to(torch.int32).contiguous(), *book[1:])
 
 
-def same_bytes(layout: PageLayout, book: Book, blocks: int) -> int:
-    """Blocks compared, among them every bf16 value in every lane; raises AssertionError where a byte differs."""
-    done, d = 0, layout.k_dim
+def runs_of(pages: list[int], start: int, count: int, source: int = 0) -> torch.Tensor:
+    return torch.tensor(runs_for(pages, start, count, source), dtype=torch.int32, device="cuda")
+
+
+def differs(module: ModuleType, layout: PageLayout, book: Book, blocks: int, slots: int) -> tuple[int, list[str]]:
+    """Blocks compared, and what is not as the law has it; `slots` of a page are filled one by one."""
+    done, faults, heads = 0, [], heads_of(layout)
+    widths = layout.k_dim + layout.rope, layout.v_dim
+    a_token = max(1, layout.k_dim // 32 + layout.v_dim // 64)
     every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
-    step = 64 * PAGE
-    for turn in range(max(d, -(-blocks // (step * HEADS * (d // 32 + d // 64))))):
-        shape = (step, HEADS, d)
-        loud = torch.exp2(torch.randint(-20, 15, (step, 1, 1), device="cuda"))
-        k, v = (torch.randn(shape, device="cuda").mul_(loud).bfloat16() for _ in "kv")
-        if turn < d:
-            # 65,536 values over the tokens and heads of this turn, all in lane `turn`
-            k.view(-1, d)[: 1 << 16, turn] = every
-            v.view(-1, d)[: 1 << 16, turn] = every
-        law = empty_pages(64, HEADS, layout, "cuda")
+    pages = 64 if not layout.rope else 512
+    step = pages * PAGE
+
+    def tokens(count: int) -> list[torch.Tensor]:
+        loud = torch.exp2(torch.randint(-20, 15, (count, 1, 1), device="cuda"))
+        return [torch.randn(count, heads, w, device="cuda").mul_(loud).bfloat16() for w in widths]
+
+    def compare(what: str, x: list[torch.Tensor], calls: list[tuple[torch.Tensor, int]], size: int) -> None:
+        law = empty_pages(size, heads, layout, "cuda")
         ours = law.clone()
-        runs = torch.tensor(runs_for(list(range(64)), 0, step, 0), dtype=torch.int32, device="cuda")
-        counts = encode_naive(law, k, v, runs, book, layout)
-        assert torch.equal(counts, fused.encode(ours, k, v, runs, book, layout))
-        assert torch.equal(law, ours), f"turn {turn}: {int((law != ours).sum())} bytes differ"
-        done += step * HEADS * (d // 32 + d // 64)
-    return done
+        for runs, most in calls:
+            counts = encode_naive(law, *x, runs, book, layout), module.encode(ours, *x, runs, book, layout, most=most)
+            if not torch.equal(*counts):
+                faults.append(f"{what}: counts {counts[1].tolist()}, the law's {counts[0].tolist()}")
+        if not torch.equal(law, ours):
+            at = (law != ours).nonzero()
+            faults.append(f"{what}: {len(at)} bytes differ, the first at page, head, byte {at[0].tolist()}")
+
+    parts = ((0, 150), (150, 1), (151, 1), (152, 32), (184, 72), (256, 128))
+    compare("appends", tokens(384), [(runs_of([2, 0, 1], at, n, at), min(n, PAGE)) for at, n in parts], 3)
+    # 64 sequences, a token each
+    ones = [torch.tensor([[i, s, 64 * s + i, 1] for i in range(64)], dtype=torch.int32, device="cuda") for s in range(slots)]
+    compare("token by token", tokens(64 * slots), [(runs, 1) for runs in ones], 64)
+    for turn in range(max(STRIDE, -(-blocks // (step * heads * a_token)))):
+        x = tokens(step)
+        for y in x:
+            # In every 16th lane all 65,536 values, over the tokens and heads of this turn, in another order each.
+            for lane in range(turn, y.shape[2], STRIDE) if turn < STRIDE else ():
+                y.view(-1, y.shape[2])[:, lane] = every.roll(977 * lane)
+        compare(f"turn {turn}", x, [(runs_of(list(range(pages)), 0, step), PAGE)], pages)
+        done += step * heads * a_token
+        if faults:
+            break
+    return done, faults
+
+
+def speed(name: str, layout: PageLayout, book: Book, copy_rate: float) -> list[tuple[str, str, float, str]]:
+    kind, dim = name.split("_d")[0], layout.k_dim
+    pool = empty_pages(256, HEADS, layout, "cuda")
+    k, v = (torch.randn(32768, HEADS, dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    one = torch.tensor([[i, 5, i, 1] for i in range(64)], dtype=torch.int32, device="cuda")
+    whole = runs_of(list(range(256)), 0, 32768)
+    append = timed([lambda: fused.encode(pool, k, v, one, book, layout, most=1)])
+    prompt = timed([lambda: fused.encode(pool, k, v, whole, book, layout)])
+    share = (2 * k.nbytes + 256 * HEADS * layout.page_bytes) / prompt / 1e3 / copy_rate
+    print(f"{name}: append of 64 {append:.1f} us, prompt of 32k {prompt:.0f} us = {share:.2f} of the copy rate", flush=True)
+    end = f"d{dim}_{kind}"
+    whole_case = f"prompt_32k_{end}"
+    return [(f"append_b64_{end}", "us", append, "us"), (whole_case, "us", prompt, "us"), (whole_case, "copy_share", share, "share")]
+
+
+def warm(names: list[str]) -> None:
+    for name in names:
+        module, layout = cases()[name]
+        widths = layout.k_dim + layout.rope, layout.v_dim
+        x = [torch.zeros(PAGE, heads_of(layout), w, dtype=torch.bfloat16, device="cuda") for w in widths]
+        pool = empty_pages(1, heads_of(layout), layout, "cuda")
+        for n in (1, 72, PAGE):
+            module.encode(pool, *x, runs_of([0], 0, n), neutral_book(layout, heads_of(layout), "cuda"), layout, most=n)
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser()
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", required=True)
     ap.add_argument("--commit", default="unknown")
     ap.add_argument("--blocks", type=int, default=10**8)
+    ap.add_argument("--layouts", default=".")
+    ap.add_argument("--jobs", type=int, default=0)
+    ap.add_argument("--warm", nargs="*", help=argparse.SUPPRESS)
     a = ap.parse_args()
+    if a.warm is not None:
+        warm(a.warm)
+        return 0
+    names = [n for n in cases() if re.search(a.layouts, n)]
+    jobs = [subprocess.Popen([sys.executable, __file__, "--out", a.out, "--warm", *names[i :: a.jobs]]) for i in range(a.jobs)]
+    for job in jobs:
+        job.wait()
     torch.manual_seed(0)
     source, target = torch.randn(1 << 29, device="cuda").chunk(2)
-    copy_rate = 2 * source.nbytes / timed([lambda: target.copy_(source)]) / 1e3
-    rows = []
-    for kind in ("fp4-72", "fp4-quality"):
-        for dim in (64, 128):
-            layout = layout_for(format_of(kind), dim, dim)
-            book = book_of(layout)
-            blocks = same_bytes(layout, book, a.blocks)
-            pool = empty_pages(256, HEADS, layout, "cuda")
-            k, v = (torch.randn(32768, HEADS, dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-            one = torch.tensor([[i, 5, i, 1] for i in range(64)], dtype=torch.int32, device="cuda")
-            whole = torch.tensor(runs_for(list(range(256)), 0, 32768, 0), dtype=torch.int32, device="cuda")
-            append = timed([lambda p=pool, k=k, v=v, r=one, b=book, x=layout: fused.encode(p, k, v, r, b, x, most=1)])
-            prompt = timed([lambda p=pool, k=k, v=v, r=whole, b=book, x=layout: fused.encode(p, k, v, r, b, x)])
-            share = (2 * k.nbytes + 256 * HEADS * layout.page_bytes) / prompt / 1e3 / copy_rate
-            print(f"{kind} d{dim}: append of 64 {append:.1f} us, prompt of 32k {prompt:.0f} us = {share:.2f} of the copy rate", flush=True)
-            for case, metric, value, unit in (
-                ("append_b64", "us", append, "us"),
-                ("prompt_32k", "us", prompt, "us"),
-                ("prompt_32k", "copy_share", share, "share"),
-            ):
-                today = datetime.datetime.now(datetime.UTC).date().isoformat()
-                stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, a.commit, today)
-                rows.append(("kv-encode", f"{case}_d{dim}_{kind}", metric, f"{value:.4g}", unit, *stamp, f"{blocks} blocks equal"))
-    with open(a.out, "w", newline="") as f:
-        csv.writer(f).writerows([FIELDS, *rows])
-    return 0
+    copy_rate = 2 * source.nbytes / timed([lambda x=source, y=target: y.copy_(x)]) / 1e3
+    del source, target
+    right: dict[str, bool] = {}
+    rows, today = [], datetime.datetime.now(datetime.UTC).date().isoformat()
+    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, a.commit, today)
+    for name in names:
+        module, layout = cases()[name]
+        book, encoder = book_of(layout), module.__name__.rpartition(".")[2]
+        fast = tuple(name.split("_d")) in {(k, str(d)) for k, d in TIMED}
+        try:
+            blocks, faults = differs(module, layout, book, a.blocks if fast else a.blocks // 100, PAGE if fast else 12)
+        except Exception as error:  # noqa: BLE001  one layout must not hide the others
+            blocks, faults = 0, [f"{type(error).__name__}: {str(error)[-300:]}"]
+        right[encoder] = right.get(encoder, True) and not faults
+        print(f"{name}: {encoder}, {blocks:,} blocks", "; ".join(faults) or "equal", flush=True)
+        for row in speed(name, layout, book, copy_rate) if fast else []:
+            if not faults:
+                rows.append(("kv-encode", row[0], row[1], f"{row[2]:.4g}", row[3], *stamp, f"{blocks} blocks equal"))
+        with open(a.out, "w", newline="") as f:
+            csv.writer(f).writerows([FIELDS, *rows])
+    print("PROVEN =", tuple(sorted(k for k, v in right.items() if v)))
+    return not all(right.values())
 
 
 if __name__ == "__main__":
