@@ -99,12 +99,13 @@ def kv_share(model: Any, section: dict[str, Any], length: int) -> float:
     """Bytes of our cache over those of 16-bit K and V, for one sequence of `length` tokens."""
     kv = moe_prefetch.Config.model_validate(section).kv
     text = model.config
-    plain = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * length
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    plain = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * dim * length
     if kv.format == "fp16" and not kv.layers:
         return 1.0
     cache = make_cache(model.config, kv)
     for layer in cache.layers:
-        k, v = (torch.randn(1, text.num_key_value_heads, length, text.head_dim) for _ in "kv")
+        k, v = (torch.randn(1, text.num_key_value_heads, length, dim) for _ in "kv")
         layer.update(k, v)
         break
     return cache.held_bytes() * text.num_hidden_layers / plain
@@ -117,6 +118,7 @@ def main() -> int:
     ap.add_argument("--dtype", help="in place of the file's dtype")
     ap.add_argument("--home", choices=("local", "disk"), help="local: in place of the file's experts and probe")
     ap.add_argument("--kv", nargs="+", help="in place of the file's kv.format; --compare takes each in turn")
+    ap.add_argument("--attention", choices=("auto", "pages", "tensors"), default="auto", help="kv.attention of the formats of --kv")
     ap.add_argument("--batch", type=int, default=1)
     ap.add_argument("--prompt", type=int, default=0, help="random prompt of so many tokens in place of a sentence")
     ap.add_argument("--tokens", type=int, default=32)
@@ -134,7 +136,7 @@ def main() -> int:
     if a.home == "local":
         section.pop("experts", None)
     if a.kv:
-        section["kv"] = kv_section(a.kv[0])
+        section["kv"] = kv_section(a.kv[0], a.attention)
     whole |= {"dtype": a.dtype} if a.dtype else {}
     whole |= {"tensor_parallel": {"tp_size": WORLD}} if WORLD > 1 else {}
     if WORLD > 1:
@@ -162,7 +164,7 @@ def main() -> int:
                 print(table.title, *[dict(zip(table.columns, row)) for row in table.text()], sep="\n")
     if a.compare:
         for kv in a.kv or ["file"]:
-            section |= {"kv": kv_section(kv)} if a.kv else {}
+            section |= {"kv": kv_section(kv, a.attention)} if a.kv else {}
             found = compare(engine, section, ids, a.tokens, a.rounds)
             found["kv_bytes_vs_16bit"] = (kv_share(model, section, ids.shape[1] + a.tokens), "share")
             if RANK == 0:
@@ -172,8 +174,8 @@ def main() -> int:
     return 0
 
 
-def kv_section(name: str) -> dict[str, str]:
-    return {} if name == "fp16" else {"format": name}
+def kv_section(name: str, attention: str) -> dict[str, str]:
+    return {} if name == "fp16" else {"format": name, "attention": attention}
 
 
 def save(a: argparse.Namespace, kv: str, found: dict[str, tuple[float, str]], ids_BS: torch.Tensor) -> None:
@@ -185,6 +187,7 @@ def save(a: argparse.Namespace, kv: str, found: dict[str, tuple[float, str]], id
         version = ""
     machine = f"{WORLD} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else os.uname().machine
     case = f"{f'qwen3moe{a.random}' if a.random else 'smolmoe'}_tp{WORLD}_b{ids_BS.shape[0]}_t{ids_BS.shape[1]}_kv-{kv}"
+    case += "" if kv == "fp16" else f"-{a.attention}"
     checked = f"tests/integrations/deepspeed/test_serving.py, deepspeed {deepspeed.__version__}"
     fresh = not a.compare.exists()
     with open(a.compare, "a", newline="") as f:

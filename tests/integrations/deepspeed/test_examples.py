@@ -59,15 +59,18 @@ def test_generate():
     assert "hit" in run(ROOT / "examples/deepspeed_generate.py", "--tokens", 4)
 
 
-def test_generate_next_to_deepspeed_alone(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("family", "attention"), [("qwen3_moe", "auto"), ("qwen2_moe", "pages")])
+def test_generate_next_to_deepspeed_alone(family, attention, tmp_path, monkeypatch, capsys):
     scope = runpy.run_path(str(ROOT / "examples/deepspeed_generate.py"))
     main = scope["main"]
-    monkeypatch.setitem(main.__globals__, "random_model", lambda layers, dtype, device: tiny("qwen3_moe", vocabulary=32000))
-    arguments = ["--random", 4, "--home", "local", "--kv", "fp16", "fp8", "--batch", 2, "--prompt", 80, "--tokens", 4, "--rounds", 1]
+    monkeypatch.setitem(main.__globals__, "random_model", lambda layers, dtype, device: tiny(family, vocabulary=32000))
+    arguments = ["--random", 4, "--home", "local", "--kv", "fp16", "fp8", "--batch", 2, "--prompt", 80, "--tokens", 4, "--rounds", 1,
+                 "--attention", attention]
     monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--compare", str(tmp_path / "rows.csv")])
     assert main() == 0
     with open(tmp_path / "rows.csv") as f:
-        rows = {(row["case"].rpartition("-")[2], row["metric"]): float(row["value"]) for row in csv.DictReader(f)}
+        found = [(row["case"].removesuffix(f"-{attention}"), row["metric"], float(row["value"])) for row in csv.DictReader(f)]
+    rows = {(case.rpartition("-")[2], metric): value for case, metric, value in found}
     assert rows["fp16", "same_tokens"] == 1.0 == rows["fp16", "kv_bytes_vs_16bit"] != rows["fp8", "kv_bytes_vs_16bit"]
     for kv in ("fp16", "fp8"):
         ours, theirs = rows[kv, "decode_ms_ours"], rows[kv, "decode_ms_deepspeed"]
