@@ -61,6 +61,14 @@ class DeadlineError(MoEPrefetchError, TimeoutError):
     """Something that was waited for did not come in time."""
 
 
+class PeerError(DeadlineError):
+    """Other ranks did not come in time, or gave up. `ranks` are their places in the group; the group is of no more use."""
+
+    def __init__(self, what: str, *, ranks: tuple[int, ...], **kw: str) -> None:
+        self.ranks = ranks
+        super().__init__(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {what}", **kw)
+
+
 class IntegrityError(MoEPrefetchError, AssertionError):
     """An invariant of ours does not hold: a defect of the library. Please report it."""
 

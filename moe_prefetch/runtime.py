@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import mmap
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +22,19 @@ import torch
 from .errors import ArtefactError
 
 ALIGN = 64  # bytes: a cache line and the widest vector, so that BLAS takes the same path for every copy of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Memory to be shared: the name that others open it by, the pages, and the descriptor that keeps the name good."""
+
+    name: str
+    pages: mmap.mmap
+    fd: int
+
+    def close(self) -> None:
+        """The name ends; the pages stay as long as somebody maps them."""
+        os.close(self.fd)
 
 
 class Runtime:
@@ -90,10 +105,40 @@ class Runtime:
         torch.cuda.synchronize(other)
         return True
 
+    def share(self, nbytes: int) -> SharedPages:
+        """Zeroed memory that other processes of this host can map by its name; it has no file, so nothing outlives the last of them.
+
+        Raises MemoryError.
+        """
+        fd = os.memfd_create("moe_prefetch", os.MFD_CLOEXEC)
+        try:
+            # Asked for now: a page that is missing later would be a bus error.
+            os.posix_fallocate(fd, 0, nbytes)
+            return SharedPages(f"{self.process()}/{fd}", mmap.mmap(fd, nbytes), fd)
+        except OSError as e:
+            os.close(fd)
+            raise MemoryError(f"{nbytes} bytes of shared memory: {e}") from e
+
+    def open_shared(self, name: str, nbytes: int) -> mmap.mmap:
+        """Map what another process of this host shares. Raises OSError: it is gone, smaller, or another user's."""
+        process, number = name.split("/")
+        fd = os.open(f"/proc/{int(process)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                raise OSError(errno.EINVAL, f"smaller than {nbytes} bytes")
+            return mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+
     # processes and threads -----------------------------------------------------------------------------------------
     def process(self) -> int:
         """Number of this process; another one after a fork."""
         return os.getpid()
+
+    def host(self) -> str:
+        """A name of this kernel and of the processes that it lets see each other: those with one name can share memory."""
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as f:
+            return f"{f.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
