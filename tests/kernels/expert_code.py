@@ -59,7 +59,7 @@ def kernels(name: str) -> dict[str, tuple[object, dict[str, object], int]]:
     tile = fused.tuning(form, int(tokens), top_k, experts)
     first, second = (fused.constants(form, which, experts, int(tokens), top_k) for which in ("gate_up", "down"))
     out = {"gate_up": (fused.gate_up, {**first, "CLAMPED": bool(form.bias), "PDL": True}, tile[1]),
-           "down": (fused.down, {**second, "PDL": True}, tile[1])}
+           "down": (fused.down, {**second, "AHEAD": fused.ahead(form, second["BR"]), "PDL": True}, tile[1])}
     if tokens == "1":
         wide = triton.next_power_of_2(top_k)
         out["plan"] = (fused.plan, {"K": top_k, "KP": wide, "CT": fused.CHUNK, "PDL": True}, 4)

@@ -195,10 +195,10 @@ def test_few_pairs_need_no_plan(monkeypatch, tokens, top_k, experts):
     form = FORMS["bf16"]
     recs, x = records(form, experts), hidden(form, tokens)
     ids, weights = routing(tokens, top_k, experts)
-    assert fused.small(tokens, top_k)
+    assert fused.direct(tokens)
     got = run(form, x, ids, weights, recs)
     monkeypatch.setattr(fused, "SMALL", 0)
-    assert not fused.small(tokens, top_k)
+    assert not fused.direct(tokens)
     assert torch.equal(got, run(form, x, ids, weights, recs))
 
 

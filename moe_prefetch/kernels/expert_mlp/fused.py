@@ -1,7 +1,7 @@
 """A MoE layer from records through a table of addresses, in four Triton launches: plan, gate_up, down, combine.
 
 `plan`     one program an expert: which (token, k) pairs are its own, in token order; a token that names it twice appears once. Left out for
-           few pairs: then programs find their own.
+           few tokens: then programs find their own.
 `gate_up`  one program an item (an expert and up to BT of its pairs) and block of BF rows: its gate and up rows are one tile of the MMA, the
            activation follows in registers, h goes to [T K, F].
 `down`     the same for the rows of the second matrix; y goes to [T K, D] in FP32.
@@ -39,14 +39,16 @@ from .fused_elements import (
     numbers,
     part,
     product,
+    to_l2,
     wide,
 )
 from .record import Form
 
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
+AHEAD = 256 << 10  # up to how many bytes of its weights a program of `down` asks L2 for before h is there
 CHUNK = 256  # tokens that `plan` looks at together
-SMALL = 64  # up to how many pairs (and 16 tokens) programs find their own in the ids, and `plan` does not run
+SMALL = 16  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
 
 @triton.jit
 def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
@@ -134,14 +136,26 @@ def plan(ids_ptr, pair_ptr, count_ptr, T, K: tl.constexpr, KP: tl.constexpr, CT:
 
 
 @triton.jit
-def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr):
-    """(expert, which of BT columns count, pair of each column) of an item; an expert from E on when there are fewer items.
+def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+             DIRECT: tl.constexpr):
+    """(expert, which of BT columns count, pair of each column) of an item; an expert from E on where an item is none.
 
-    PP = 0: from what `plan` wrote. Else there are at most PP pairs and BT tokens: items are distinct experts, ascending, found from the ids
-    themselves. Columns that do not count repeat the last pair.
+    DIRECT: there are at most BT tokens, a column each; item i is the expert of pair i, if no pair before names it. Else from what `plan`
+    wrote. Columns that do not count repeat a pair that does.
     """
     j_T = tl.arange(0, BT)
-    if PP == 0:
+    if DIRECT:
+        # The first load that the table entry, and so every weight, waits for.
+        own = tl.load(ids_ptr + item)
+        k_K = tl.arange(0, KP)
+        ids_TK = tl.load(ids_ptr + j_T[:, None] * K + k_K[None, :], mask=(j_T < T)[:, None] & (k_K < K)[None, :], other=-1)
+        k_T = tl.min(tl.where(ids_TK == own, k_K[None, :], KP), axis=1)
+        on_T = k_T < KP
+        pair_T = j_T * K + k_T
+        first = tl.min(tl.where(on_T, pair_T, T * K), axis=0)
+        e = tl.where((own >= 0) & (own < E) & (first == item), own, E).to(tl.int32)
+        pair_T = tl.where(on_T, pair_T, item).to(tl.int64)
+    else:
         i_E = tl.arange(0, EP)
         count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
         tiles_E = (count_E + BT - 1) // BT
@@ -150,29 +164,14 @@ def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.cons
         j_T += (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
         at_T = tl.minimum(e, E - 1).to(tl.int64) * T + tl.maximum(tl.minimum(j_T, n - 1), 0)
         pair_T = tl.load(pair_ptr + at_T, mask=j_T >= 0, other=0, cache_modifier=".cg").to(tl.int64)
-    else:
-        p_P = tl.arange(0, PP)
-        id_P = tl.load(ids_ptr + p_P, mask=p_P < T * K, other=-1)
-        id_P = tl.where((id_P >= 0) & (id_P < E), id_P, E).to(tl.int32)
-        # [i, j]: pair j as pair i sees it
-        same = id_P[:, None] == id_P[None, :]
-        earlier = p_P[None, :] < p_P[:, None]
-        first_P = (tl.sum((same & earlier).to(tl.int32), 1) == 0) & (id_P < E)
-        rank_P = tl.sum((first_P[None, :] & (id_P[None, :] < id_P[:, None])).to(tl.int32), 1)
-        e = tl.min(tl.where(first_P & (rank_P == item), id_P, E), 0)
-        again_P = tl.sum((same & earlier & (p_P[None, :] // K == p_P[:, None] // K)).to(tl.int32), 1)
-        mine_P = ((id_P == e) & (again_P == 0)).to(tl.int32)
-        n = tl.sum(mine_P, 0)
-        at_P = tl.cumsum(mine_P, 0) - 1
-        want_T = tl.minimum(j_T, n - 1)
-        pair_T = tl.sum(tl.where((at_P[None, :] == want_T[:, None]) & (mine_P[None, :] > 0), p_P[None, :], 0), 1).to(tl.int64)
-    return e, j_T < n, pair_T
+        on_T = j_T < n
+    return e, on_T, pair_T
 
 
 @triton.jit(do_not_specialize=["T"])
 def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-            D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr,
+            KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr,
             BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     """h [T K, F] = act(gate x) up x, of the pairs that count. BR rows: BR / 2 of gate, then as many of up."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -180,9 +179,9 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, BT, PP)
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, KP, BT, DIRECT)
+    address = entry(where_ptr, tl.minimum(e, E - 1))
     if e < E:
-        address = entry(where_ptr, e)
         r_R = tl.arange(0, BR)
         f_R = tl.minimum(tl.program_id(0) * BF + r_R % BF, F - 1)
         row_R = tl.where(r_R < BF, f_R, F + f_R)
@@ -207,17 +206,21 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
 
 @triton.jit(do_not_specialize=["T"])
 def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-         D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, PP: tl.constexpr, BR: tl.constexpr,
-         BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+         KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr, BR: tl.constexpr,
+         BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
     """y [T K, D] FP32 = down h + bias, of the pairs that count."""
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    # All but h was there before gate_up began, which waited for it: so what can be done is done while gate_up ends.
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, KP, BT, DIRECT)
+    address = entry(where_ptr, tl.minimum(e, E - 1))
+    if AHEAD > 0:
+        if e < E:
+            to_l2(address + AT + tl.program_id(0) * (BR * AHEAD), BR * AHEAD, address + AT + (D * AHEAD - 1))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, BT, PP)
     if e < E:
-        address = entry(where_ptr, e)
         d_R = tl.program_id(0) * BR + tl.arange(0, BR)
         row_R = tl.minimum(d_R, D - 1)
         scale_row_R = row_R
@@ -297,25 +300,34 @@ def step(form: Form, columns: int) -> int:
     return 64
 
 
-def small(tokens: int, top_k: int) -> int:
-    """PP of `pairs_of`: 0 when `plan` has to run."""
-    return max(16, triton.next_power_of_2(tokens * top_k)) if tokens <= 16 and tokens * top_k <= SMALL else 0
+def direct(tokens: int) -> bool:
+    """Whether programs find their own pairs, so that `plan` need not run."""
+    return tokens <= SMALL
+
+
+def ahead(form: Form, rows: int) -> int:
+    """Bytes of a row of `down`, when programs of that many rows ask L2 for them before h is there; 0: they don't."""
+    size = form.width * {"mxfp4": 4, "fp8": 8, "float32": 32}.get(form.weights, 16) // 8
+    return size if AHEAD and PDL and ASM.value and rows * size <= AHEAD else 0
 
 
 def constants(form: Form, which: str, experts: int, tokens: int, top_k: int) -> dict[str, Any]:
     """What `gate_up` and `down` have in common as constants."""
     at, tile = {p.name: p.offset for p in form.layout().parts}, tuning(form, tokens, top_k, experts)
-    items = items_of(tokens * top_k, experts, tile[0])
+    items = items_of(tokens, top_k, experts, tile[0])
     all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
-    return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "K": top_k, "PP": small(tokens, top_k),
-            "D": form.hidden, "F": form.width,
+    return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "K": top_k,
+            "KP": triton.next_power_of_2(max(2, top_k)), "DIRECT": direct(tokens), "D": form.hidden, "F": form.width,
             "W": {"fp8": FP8.value, "mxfp4": MX.value}.get(form.weights, PLAIN.value), "SCALE": CODES[form.scale], "BLOCK": form.block or 1,
             "BIAS": CODES[form.bias], "AT": at[which], "SCALE_AT": at.get(f"{which}_scale", 0), "BIAS_AT": at.get(f"{which}_bias", 0),
             "BT": tile[0], "BR": rows(form, all_rows, tile, items), "BK": step(form, columns), "STAGES": tile[2], "PDL": PDL and ASM.value}
 
 
-def items_of(pairs: int, experts: int, width: int) -> int:
+def items_of(tokens: int, top_k: int, experts: int, width: int) -> int:
     """How many items there are at most: every expert that has pairs has one, and one more for `width` pairs more."""
+    pairs = tokens * top_k
+    if direct(tokens):
+        return pairs
     most = min(experts, pairs)
     return most + (pairs - most) // width
 
@@ -326,7 +338,7 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     (tokens, hidden), top_k, experts = hidden_TD.shape, ids_TK.shape[1], where_E.shape[0]
     tile = tuning(form, tokens, top_k, experts)
     pairs, device = tokens * top_k, hidden_TD.device
-    items = items_of(pairs, experts, tile[0])
+    items = items_of(tokens, top_k, experts, tile[0])
     # Scratch: every element that is read has been written by this call.
     pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     count = torch.empty(experts, dtype=torch.int32, device=device)
@@ -334,12 +346,13 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     pdl = {"launch_pdl": True} if PDL and ASM.value else {}
     first, second = (constants(form, which, experts, tokens, top_k) for which in ("gate_up", "down"))
-    if not first["PP"]:
+    if not direct(tokens):
         plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=triton.next_power_of_2(max(2, top_k)), CT=CHUNK, PDL=PDL and ASM.value,
                          num_warps=4, **pdl)
     gate_up[(-(-2 * form.width // first["BR"]), items)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha,
                                                         CLAMPED=limit != 0, num_warps=tile[1], **first, **pdl)
-    down[(-(-hidden // second["BR"]), items)](h, ids_TK, where_E, pair, count, y, tokens, num_warps=tile[1], **second, **pdl)
+    down[(-(-hidden // second["BR"]), items)](h, ids_TK, where_E, pair, count, y, tokens, AHEAD=ahead(form, second["BR"]), num_warps=tile[1],
+                                                 **second, **pdl)
     return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
 
 

@@ -31,6 +31,15 @@ def part(address, AT: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def to_l2(start, SIZE: tl.constexpr, last):
+    """Ask for SIZE bytes from address `start` on to be brought to L2, none of them beyond address `last`."""
+    if ASM:
+        for i in tl.static_range(0, SIZE, 128 * 128):
+            at = tl.minimum(start + i + tl.arange(0, 128) * 128, last)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def wide(x):
     """As FP32. The interpreter keeps BF16 as integers and has casts of its own that are wrong for denormals."""
     if ASM:
@@ -137,7 +146,7 @@ def e2m1(x, f):
             shl.b32 p, p, 4; shl.b32 q, q, 4;
             shr.u32 a, p, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, p, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $5;
             shr.u32 b, q, 6; and.b32 b, b, 0x01C001C0; lop3.b32 b, q, 0x80008000, b, 0xEA; mul.rn.bf16x2 $1, b, $6; }""",
-            "=r,=r,=r,=r,r,r,r", [x, f], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+            "=&r,=&r,=&r,=&r,r,r,r", [x, f], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
     else:
         w = x.to(tl.int32)
         even = _code(w & 15) * 1.1754943508222875e-38 * wide(f)
