@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -192,17 +193,34 @@ for _name, _base in OVER.items():
 
 
 # switching on --------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass
+class _Lease:
+    """That a model's attention is ours: `before` is what it was, `users` how many still ask for it."""
+
+    before: str
+    users: int = 0
+
+
+_LEASES: weakref.WeakKeyDictionary[Any, _Lease] = weakref.WeakKeyDictionary()
+
+
+@dataclass
 class Served:
-    """What `serve` decided: `says` in words, `before` the implementation that `remove` sets again (None: nothing was changed)."""
+    """What `serve` decided: `says` in words. With the last `remove` of a model its attention is what it was before the first `serve`."""
 
     model: Any
     says: str
-    before: str | None
+    lease: _Lease | None
 
     def remove(self) -> None:
-        if self.before is not None and reads_pages(self.model.config.get_text_config(decoder=True)):
-            _set(self.model, self.before)
+        lease, self.lease = self.lease, None
+        if lease is None:
+            return
+        lease.users -= 1
+        if not lease.users:
+            _LEASES.pop(self.model, None)
+            if reads_pages(self.model.config.get_text_config(decoder=True)):
+                _set(self.model, lease.before)
 
 
 def _set(model: Any, name: str) -> None:
@@ -262,14 +280,19 @@ def serve(model: Any, kv: KVConfig) -> Served:
     tensors  never: the cache decodes everything for the model's own attention
     """
     name, says = choose(model, kv)
-    text, before = model.config.get_text_config(decoder=True), None
+    text = model.config.get_text_config(decoder=True)
+    # Switched on before by another cache, or by the user himself: then it is not ours to take back.
+    lease = _LEASES.get(model) if kv.attention != "tensors" and reads_pages(text) else None
     if name is not None:
         before = text._attn_implementation
         _set(model, name)
-        if text._attn_implementation != name:
-            why = f"{type(model).__name__} does not take its attention from the registry"
-            if kv.attention == "pages":
-                raise _cannot(why)
-            says, before = f"decoded tensors: {why}", None
+        if text._attn_implementation == name:
+            lease = _LEASES[model] = _Lease(before)
+        elif kv.attention == "pages":
+            raise _cannot(f"{type(model).__name__} does not take its attention from the registry")
+        else:
+            says = f"decoded tensors: {type(model).__name__} does not take its attention from the registry"
+    if lease is not None:
+        lease.users += 1
     log.info("attention over the KV cache reads %s", says)
-    return Served(model, says, before)
+    return Served(model, says, lease)

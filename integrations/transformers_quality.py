@@ -13,9 +13,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
-from moe_prefetch.kernels.kv_encode.records import Book
 from moe_prefetch.kv.attention import attend_as_decoded
-from moe_prefetch.kv.codec import OutlierStats, make_book
+from moe_prefetch.kv.codec import OutlierStats, make_book, prompt_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.gate import Verdict, judge, judge_bits
 from moe_prefetch.kv.outliers import Policy
@@ -85,18 +84,29 @@ def decoded(
     settle: int = 1,
     seen: dict[int, PageLayout] | None = None,
 ) -> Attention:
-    """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts."""
-    books: dict[int, tuple[PageLayout, Book]] = {}
+    """Attention as decode does it over pages, for the layers in `formats`; `seen` receives their layouts.
 
-    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Book]:
+    Without `stats` each text makes its codebooks from the tokens that a cache has seen when the first ones leave its window, as a cache
+    without a calibration does. Raises ConfigError for stats that lack one of the layers.
+    """
+    books: dict[int, tuple[PageLayout, Any]] = {}
+
+    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Any]:
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
             # Outliers as the cache that will be served grants them.
             most = fmt.window_or(window) + max(settle, SETTLE) - 1
             layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=most)
-            book, _ = make_book(stats.layers.get(n) if stats else None, layout, key.shape[1], policy, key.device)
-            books[n] = layout, book
+            made = (layout, key.shape[1], policy, key.device)
+            if stats is not None and n not in stats.layers and fmt.max_bits is not None:
+                raise ConfigError(
+                    f"the calibration has not seen layer {n}", where="stats", expected="all layers that are measured", do="calibrate anew"
+                )
+            if stats is None and fmt.max_bits is not None:
+                books[n] = layout, prompt_book(*made, first=most + 1)
+            else:
+                books[n] = layout, make_book(stats.layers.get(n) if stats else None, *made)[0]
             if seen is not None:
                 seen[n] = layout
         return books[n]
@@ -155,9 +165,9 @@ def gate(
     max_kl    nats per token: every layer gets `format`, the worst ones fall back to fp8 and fp16 (`moe_prefetch.kv.gate.judge`)
     max_bits  bits per element at 32k tokens with everything counted: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
 
-    Sinks, window (None: that of `format`) and settle as in the configuration to come; with `settle` 1 answers move most. The verdict names
-    the window, for `kv.window`. One pass per text, layer and format tried. Raises ConfigError unless exactly one budget is given, and for
-    texts that never leave the window: they would be read exactly.
+    `stats` None: as a cache without a calibration (`decoded`). Sinks, window (None: that of `format`) and settle as in the configuration to
+    come; with `settle` 1 answers move most. The verdict names the window, for `kv.window`. One pass per text, layer and format tried.
+    Raises ConfigError unless exactly one budget is given, and for texts that never leave the window: they would be read exactly.
     """
     if (max_kl is None) == (max_bits is None):
         raise ConfigError(

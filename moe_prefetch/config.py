@@ -21,6 +21,8 @@ from .errors import BudgetError, ConfigError
 
 MAX_CONFIG_BYTES = 1 << 18
 KVName = Literal["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+# Those that have outlier channels: a codebook, and a budget in bits.
+WITH_OUTLIERS = ("fp4-72", "fp4-quality")
 PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -34,7 +36,18 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(m[1]) * _UNITS[m[2].lower()])
 
 
-class _Section(BaseModel):
+class _Checked(type(BaseModel)):  # type: ignore[misc]
+    """A section made in Python raises ConfigError as one from a file does; pydantic's own error names no key of ours and no way out."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValidationError as e:
+            lines = tuple(line for error in e.errors(include_url=False, include_context=False) for line in _explain(dict(error), cls))
+            raise ConfigError("; ".join(lines), problems=lines, where=cls.__name__, do="mend what is named") from e
+
+
+class _Section(BaseModel, metaclass=_Checked):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
 
 
@@ -103,8 +116,10 @@ class KVConfig(_Section):
     @field_validator("layers", mode="before")
     @classmethod
     def _unique(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len({str(k).strip() for k in value}) != len(value):
-            raise ValueError("a layer is named twice")
+        if isinstance(value, dict):
+            numbers = [int(k) if isinstance(k, int) or (isinstance(k, str) and re.fullmatch(r"\s*-?\d{1,9}\s*", k)) else k for k in value]
+            if len(set(numbers)) != len(numbers):
+                raise ValueError("a layer is named twice")
         return value
 
     @field_validator("layers")
@@ -169,6 +184,11 @@ class Config(_Section):
             for key in ("window", "sinks", "settle", "outliers", "calibration", "attention"):
                 if getattr(self.kv, key) != KVConfig.model_fields[key].default:
                     faults.append(f"kv.{key} is set, but kv.format: fp16 keeps everything as it is; set another format or drop {key}")
+        elif not {self.kv.format, *self.kv.layers.values()} & set(WITH_OUTLIERS):
+            for key in ("outliers", "calibration"):
+                if getattr(self.kv, key) != KVConfig.model_fields[key].default:
+                    faults.append(f"kv.{key} is set, but kv.format: {self.kv.format} has no outlier channels; "
+                                  f"use {' or '.join(WITH_OUTLIERS)}, or drop {key}")
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -184,17 +204,24 @@ def _sections(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return found
 
 
-def _explain(error: dict[str, Any]) -> list[str]:
-    """One line a fault for one pydantic error: key, fault, nearest valid key."""
+def _explain(error: dict[str, Any], whole: type[BaseModel] | None = None) -> list[str]:
+    """One line a fault for one pydantic error of `whole` (None: Config): key, fault, nearest valid key."""
     loc = error["loc"]
     if not loc:
         return error["msg"].removeprefix("Value error, ").splitlines()
+    if loc[-1] == "[key]":
+        return [f"{'.'.join(map(str, loc[:-2]))}: {_short(error['input'])} is no layer number"]
     key = ".".join(_short(p, str) for p in loc if not (isinstance(p, str) and p in ("int", "str")))
+    if error["type"] == "model_type":
+        return [f"{key}: must be a section with keys of its own (given: {_short(error['input'])})"]
     if error["type"] != "extra_forbidden":
         # A union reports once per member; the value that was given says more than the member's name.
         given = "" if isinstance(error.get("input"), dict | BaseModel) else _short(error.get("input"))
-        return [f"{key}: {error['msg'].removeprefix('Value error, ')}" + (f" (given: {given})" if given else "")]
-    model: type[BaseModel] = Config
+        said = error["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("a valid dictionary", "a mapping")
+        valid = re.findall(r"'([^']*)'", said) if error["type"] == "literal_error" else []
+        near = difflib.get_close_matches(_short(error.get("input"), str), valid, n=1)
+        return [f"{key}: {said}" + (f" (given: {given})" if given else "") + (f"; did you mean {near[0]!r}?" if near else "")]
+    model: type[BaseModel] = whole or Config
     for part in loc[:-1]:
         model = _sections(model).get(str(part), model)
     valid = sorted(model.model_fields)

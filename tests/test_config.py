@@ -63,7 +63,7 @@ def test_the_callers_dict_is_left_alone():
 
 def test_paths_are_relative_to_the_file(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
-    text = "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {format: fp8, calibration: /abs/cal}\n"
+    text = "experts: {home: disk, path: records}\nprobe: {path: ../probe}\nkv: {format: fp4-72, calibration: /abs/cal}\n"
     path = write(tmp_path / "sub", text)
     monkeypatch.chdir(tmp_path)
     c = load(os.path.relpath(path))
@@ -91,7 +91,7 @@ def test_every_problem_is_listed():
     found = problems({
         "experts": {"home": "dsk", "residnt": "50%", "threads": 0, "deadline": -1, "drive": {"bandwith": 1, "latency": 99}},
         "probes": {"path": "x"}, "kv": {"format": "fp5", "window": -1, "layers": {"-1": "fp8", "0": "fp9"}}, "version": 2})
-    for fragment in ("experts.home: Input should be", "experts.residnt: unknown key; did you mean 'resident'?", "experts.threads:",
+    for fragment in ("experts.home: must be", "experts.residnt: unknown key; did you mean 'resident'?", "experts.threads:",
                      "experts.deadline:",
                      "experts.drive.bandwith: unknown key; did you mean 'bandwidth'?", "experts.drive.latency",
                      "probes: unknown key; did you mean 'probe'?",
@@ -123,6 +123,24 @@ def test_one_mistake_is_one_problem(value):
                                             ("deadline", 1.0)])
 def test_no_setting_is_ignored_in_silence(key, value):
     assert any(f"experts.{key} is set, but experts.home: local" in p for p in problems({"experts": {key: value}}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("outliers", "topn"), ("outliers", "none"), ("calibration", "cal")])
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "mxfp4"])
+def test_no_kv_setting_is_ignored_in_silence(key, value, format):
+    (found,) = problems({"kv": {"format": format, key: value}})
+    assert f"kv.{key} is set, but kv.format: {format} has no outlier channels" in found
+    load({"kv": {"format": format, key: value, "layers": {3: "fp4-72"}}})
+
+
+@pytest.mark.parametrize(("kv", "said"), [
+    ({"format": "fp4_72"}, "did you mean 'fp4-72'?"), ({"layers": {"x": "fp8"}, "format": "fp8"}, "kv.layers: 'x' is no layer number"),
+    ({"layers": {"1": "fp8", "01": "fp16"}, "format": "fp8"}, "a layer is named twice"),
+    ([1], "kv: must be a section with keys of its own"),
+    ({"window": "a", "format": "fp8"}, "kv.window: must be a valid integer")], ids=str)
+def test_messages_say_what_to_write(kv, said):
+    (found,) = problems({"kv": kv})
+    assert said in found and "Input" not in found
 
 
 def test_a_probe_that_would_not_be_used():

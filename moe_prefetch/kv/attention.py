@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def attend_as_decoded(
     k_BNTd: torch.Tensor,
     v_BNTd: torch.Tensor,
     layout: PageLayout,
-    book: Book,
+    book: Book | Callable[[torch.Tensor, torch.Tensor], Book],
     *,
     sinks: int,
     window: int,
@@ -117,7 +117,7 @@ def attend_as_decoded(
     block: int = 512,
 ) -> torch.Tensor:
     """What T steps of decode give, in one pass: each query reads its own key unrounded, sinks and window in FP16, all else from pages.
-    Tokens leave the window `settle` at a time.
+    Tokens leave the window `settle` at a time. A `book` that is a function sees all tokens beyond the sinks (`LayerStore`).
 
     The keys go through `kv_encode` and back; since the bytes of a page depend on its tokens alone, these are the bytes stepwise decode
     would have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,3 +133,20 @@ def make_book(
         return neutral_book(layout, heads, device), None
     choice = choose(stats, policy, layout.outliers)
     return book_of(choice, layout, device), choice
+
+
+def prompt_book(
+    layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu", first: int | None = None
+) -> Callable[[torch.Tensor, torch.Tensor], Book]:
+    """Makes a sequence's own codebook from its first tokens, k [N, T, dk] and v [N, T, dv]: what a `LayerStore` calls without calibration.
+
+    first  tokens to look at (None: all that are given)
+    The query is not known there: its weights are 1, and `importance` falls back to Var[k].
+    """
+
+    def book(k_NTd: torch.Tensor, v_NTd: torch.Tensor) -> Book:
+        seen, k = StatsCollector(), k_NTd[:, :first, : layout.k_dim]
+        seen.add(torch.ones_like(k), k, v_NTd[:, :first])
+        return make_book(seen.stats(), layout, heads, policy, device)[0]
+
+    return book

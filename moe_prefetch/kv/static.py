@@ -54,6 +54,7 @@ class StaticStore:
         self.scratch = torch.arange(batch * per_row, batch * (per_row + 1), device=device)
         self.rows = torch.arange(batch, device=device)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.known = 0  # the length as far as the host has counted: a replayed graph adds and crops without it
         self.stored = torch.zeros(batch, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         k_dim, v_dim = layout.k_dim + layout.rope, layout.v_dim
@@ -64,12 +65,15 @@ class StaticStore:
         self.empty = True
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
-        """Take T <= draft tokens per row; as many older ones leave the window. Device work only. Raises CacheError for more."""
+        """Take T <= draft tokens per row; as many older ones leave the window. Device work only. Raises CacheError for more, and
+        when the cache is full; a graph that is replayed beyond its end is for its caller to stop."""
         T = k_BNTd.shape[2]
         if T > self.draft:
             raise CacheError(
                 f"{T} tokens in one step", where="static KV cache", expected=f"at most {self.draft}", do="prefill first, or raise draft"
             )
+        if not torch.compiler.is_compiling():
+            self._count(T)
         for _ in range(T):
             self._settle_one()
         k, v = _fp16(k_BNTd), _fp16(v_BNTd)
@@ -81,6 +85,20 @@ class StaticStore:
             recent[row, :, at % self.ring] = x
         self.length.add_(T)
         self.empty = False
+
+    def _count(self, more: int) -> None:
+        """Raises CacheError where `more` tokens have no room. The length itself is read only when the host's count says so."""
+        capturing = self.length.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.known + more > self.max_tokens and not capturing:
+            self.known = int(self.length[0])
+            if self.known + more > self.max_tokens:
+                raise CacheError(
+                    f"{more} tokens more than the {self.known} that are there",
+                    where="static KV cache",
+                    expected=f"at most {self.max_tokens} in all",
+                    do="make the cache longer (make_cache(max_length=)), or crop or reset it",
+                )
+        self.known += more
 
     def _settle_one(self) -> None:
         at = self.stored + self.sinks
@@ -119,6 +137,7 @@ class StaticStore:
         last = torch.arange(max(0, T - self.ring), T, device=self.pool.device)
         self.recent_k[:, :, last % self.ring], self.recent_v[:, :, last % self.ring] = k[:, :, last], v[:, :, last]
         self.length.fill_(T)
+        self.known = T
         self.stored.fill_(stored)
         self.empty = False
 
@@ -173,12 +192,14 @@ class StaticStore:
         No more than the last `append` brought leave no trace; beyond that, what is in pages below the cut stays as encoded.
         """
         self.length.sub_(count).clamp_(min=0)
+        self.known = max(0, self.known - count)
         self.stored.copy_(torch.minimum(self.stored, (self.length - self.sinks).clamp(min=0)))
 
     def reset(self) -> None:
         """Forget every token; addresses stay."""
         self.pool.copy_(self.blank.expand_as(self.pool))
         self.length.zero_()
+        self.known = 0
         self.stored.zero_()
         self.empty = True
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, write_json
-from ..errors import ArtefactError, ReleaseError, ShapeError
+from ..errors import ArtefactError, ConfigError, ReleaseError, ShapeError
 from ..runtime import REAL, Runtime
 from . import metrics
 from .calibrate import calibrate, margin_and_truth
@@ -241,6 +241,10 @@ class OnlineFit:
 
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig | None = None, *, device: torch.device | str = "cpu",
                  moment_tokens: int = 8192, held_out_tokens: int = 2048, held_out_every: int = 8) -> None:
+        for name, value in (("moment_tokens", moment_tokens), ("held_out_tokens", held_out_tokens), ("held_out_every", held_out_every)):
+            least = 2 if name == "held_out_every" else 1
+            if value < least:
+                raise ConfigError(f"{name} is {value}", where="OnlineFit", expected=f"{least} or more", do="correct it")
         self.trainer = Trainer(gates, config or FitConfig(), device)
         self.past_eps = gates[0].norm_eps if self.trainer.config.past else None
         self.listener = Collector(len(gates), self._take)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from moe_prefetch.errors import ArtefactError, ReleaseError, ShapeError
+from moe_prefetch.errors import ArtefactError, ConfigError, ReleaseError, ShapeError
 from moe_prefetch.probes import RoutingProbe, metrics
 from moe_prefetch.probes.calibrate import calibrate, fit_temperature, margin_and_truth, reliability_plot
 from moe_prefetch.probes.collect import Step
@@ -294,6 +294,12 @@ def test_online_fit_beside_a_running_model(tmp_path: Path) -> None:
     assert all(p > s + 0.01 for p, s in zip(recalls(probe, test), recalls(RoutingProbe(specs), test)))
     with pytest.raises(ShapeError, match="too few"):
         OnlineFit(specs, CONFIG).finish(tmp_path)
+
+
+@pytest.mark.parametrize("kw", [{"held_out_tokens": 0}, {"held_out_tokens": -1}, {"moment_tokens": 0}, {"held_out_every": 1}], ids=str)
+def test_an_online_fit_that_could_not_learn_or_be_judged_is_refused(kw):
+    with pytest.raises(ConfigError, match=next(iter(kw))):
+        OnlineFit(gates(), CONFIG, **kw)
 
 
 def test_the_held_out_sample_is_of_the_whole_run_and_bounded() -> None:
