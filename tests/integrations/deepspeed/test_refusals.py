@@ -72,7 +72,7 @@ INFERENCE = [
     ("CUDA graphs", {**ours(), "enable_cuda_graph": True}, ConfigError, "replayed graph"),
     ("ZeRO 3 in inference", {**ours(), "zero": {"stage": 3}}, ConfigError, "zero.stage"),
     ("more ranks than run", {**ours(), "tensor_parallel": {"tp_size": 64}}, ConfigError, "tp_size is 64"),
-    ("calibration under tensor parallelism", {**ours(kv={"format": "fp8", "calibration": "c"}), "mp_size": 2}, ConfigError, "heads"),
+    ("calibration under tensor parallelism", {**ours(kv={"format": "fp4-72", "calibration": "c"}), "mp_size": 2}, ConfigError, "heads"),
     ("a policy class of the older style", {**ours(), "injection_policy": {nn.Linear: OtherPolicy}}, ConfigError, "no policy classes"),
     ("our policy for no MoE block", {**ours(), "injection_policy": {nn.Linear: mpd.MoEPrefetchPolicy}}, ConfigError, "no MoE block"),
     ("our policy for another block", {**ours(), "injection_policy": {mpd.MoE: mpd.MoEPrefetchPolicy}}, ConfigError, "has no MoE"),
