@@ -31,7 +31,8 @@ from .rows import Journal, Row
 
 CHECKED = "tests/kv/test_attention.py::test_one_pass_equals_stepwise_decode"
 SINKS = 4
-# Drift is measured as if each token left the window at once, bits are counted as if the last ones had not: the worse of both.
+# Where a scheme does not say otherwise, drift is measured as if each token left the window at once, and bits are counted as if the last
+# ones had not: the worse of both.
 LATE = KVConfig().settle - 1
 # Said often enough that a model of 135 million parameters knows each digit at 0.8 and more: what it only guesses tells nothing.
 SAY = 2 * ("The", "Remember: the", "Again: the", "I repeat: the", "Do not forget: the")
@@ -39,16 +40,24 @@ PARTS = 8  # of a text, for drift by position
 
 
 class Scheme(NamedTuple):
-    """One way to keep a cache: format, outlier policy, FP16 window in tokens; `pinned`: measured with the exact run's routing (MoE)."""
+    """One way to keep a cache: format, outlier policy, FP16 window in tokens; `pinned`: measured with the exact run's routing (MoE);
+    `settle`: tokens leave the window so many at a time, as `kv.settle` has it in generation.
+    """
 
     format: str
     policy: Policy = "importance"
     window: int = 64
     pinned: bool = False
+    settle: int = 1
+
+    @property
+    def most(self) -> int:
+        """Tokens that may be in the window: what bits are counted with."""
+        return self.window + max(LATE, self.settle - 1)
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
-        """From a name such as `fp4-quality`, `fp4-72_nowindow`, `fp4-quality_topn_w128` or `fp8_pinned`. Raises ConfigError."""
+        """From a name such as `fp4-quality`, `fp4-quality_topn_w128`, `fp8_pinned` or `fp4-72_nowindow_s32`. Raises ConfigError."""
         fmt = format_of(name.split("_")[0])
         found = cls(fmt.name, window=fmt.window)
         if format_of(found.format).max_bits is None:
@@ -60,11 +69,13 @@ class Scheme(NamedTuple):
                 found = found._replace(policy=part)
             elif part == "nowindow" or re.fullmatch(r"w\d{1,5}", part):
                 found = found._replace(window=0 if part == "nowindow" else int(part[1:]))
+            elif re.fullmatch(r"s[1-9]\d{0,2}", part):
+                found = found._replace(settle=int(part[1:]))
             else:
                 raise ConfigError(
                     f"{part!r} in {name!r} means nothing",
                     where="--only",
-                    expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128, then _pinned",
+                    expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128, then _s32, then _pinned",
                     do="correct the name",
                 )
         return found
@@ -190,7 +201,7 @@ class Bench:
                 layers = range(self.model.config.get_text_config(decoder=True).num_hidden_layers)
                 self.attention[name] = self.quality.decoded(
                     self.stats, dict.fromkeys(layers, scheme.format), policy=scheme.policy, sinks=SINKS, window=scheme.window,
-                    seen=self.layouts[name],
+                    settle=scheme.settle, seen=self.layouts[name],
                 )  # fmt: skip
             else:
                 peers = importlib.import_module("moe_prefetch.integrations.transformers_peers")
@@ -202,7 +213,7 @@ class Bench:
         if name in PEERS:
             return sum(self.counted[name]) / len(self.counted[name])
         layouts = self.layouts[name].values()
-        total = sum(x.bits_per_element(32768, SINKS, Scheme.parse(name).window + LATE) * x.element_count for x in layouts)
+        total = sum(x.bits_per_element(32768, SINKS, Scheme.parse(name).most) * x.element_count for x in layouts)
         return total / sum(x.element_count for x in layouts)
 
     def capacity(self, name: str) -> dict[str, float]:
@@ -213,7 +224,7 @@ class Bench:
         longest = text.max_position_embeddings
         return capacity(
             list(self.layouts[name].values()), text.num_key_value_heads, budget_bytes=1 << 30, tokens=longest // 2, reserved=longest,
-            sinks=SINKS, window=Scheme.parse(name).window + LATE,
+            sinks=SINKS, window=Scheme.parse(name).most,
         )  # fmt: skip
 
     def log_probs(self, name: str, ids_BS: torch.Tensor, keep: int = 0) -> torch.Tensor:

@@ -52,6 +52,21 @@ def test_figures_are_those_of_the_parts(model):
     assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
 
 
+def test_tokens_may_leave_together_as_in_generation(model):
+    """`_s32` reads exactly what a cache with `settle: 32` has not encoded yet; its bits count the same 31 tokens."""
+    j, journal = job(schemes=("fp8_nowindow", "fp8_nowindow_s32")), Journal()
+    bench.run(j, journal)
+    found = bench.drifts(j, journal)
+    ids = torch.tensor(Letters()(TEXT)["input_ids"])[:192].view(2, 96)
+    fp8 = decoded(None, {0: "fp8", 1: "fp8"}, window=0, settle=32)
+    want = drift([log_probs(model, i) for i in ids], [log_probs(model, i, fp8) for i in ids], list(ids))
+    assert found["fp8_nowindow_s32"][0].kl == pytest.approx(want.kl) and want.kl < found["fp8_nowindow"][0].kl
+    assert found["fp8_nowindow_s32"][1] == found["fp8_nowindow"][1]
+    wide = Journal()
+    bench.run(job(schemes=("fp8_nowindow_s64",), texts=1), wide)
+    assert bench.drifts(job(schemes=("fp8_nowindow_s64",)), wide)["fp8_nowindow_s64"][1] > found["fp8_nowindow"][1]
+
+
 def test_capacity_is_told_in_both_ways(model):
     j, journal = job(texts=1, schemes=("fp16", "fp4-72", "peer-fp8-cast")), Journal()
     bench.run(j, journal)
@@ -147,16 +162,16 @@ def test_a_window_that_holds_the_whole_text_is_refused():
     job(schemes=("fp4-quality",), length=1029)
 
 
-@pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_best", "peer-unknown"])
+@pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_s0", "fp4-quality_best", "peer-unknown"])
 def test_names_that_mean_nothing_are_refused(name):
     with pytest.raises(ConfigError):
         job(schemes=(name,))
 
 
 def test_names_are_read():
-    assert bench.Scheme.parse("fp4-quality_topn_w128") == ("fp4-quality", "topn", 128, False)
-    assert bench.Scheme.parse("fp4-72_nowindow") == ("fp4-72", "importance", 0, False)
-    assert bench.Scheme.parse("fp4-72_w256_pinned") == ("fp4-72", "importance", 256, True)
+    assert bench.Scheme.parse("fp4-quality_topn_w128") == ("fp4-quality", "topn", 128, False, 1)
+    assert bench.Scheme.parse("fp4-72_nowindow_s32") == ("fp4-72", "importance", 0, False, 32)
+    assert bench.Scheme.parse("fp4-72_w256_pinned") == ("fp4-72", "importance", 256, True, 1)
     for name in bench.EVERY:
         assert name in bench.PEERS or bench.Scheme.parse(name)
 
