@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import CacheError, ConfigError
+from ..errors import CacheError, ConfigError, ShapeError
 from ..kernels.kv_attend.op import kv_attend
 from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
 from ..kernels.kv_encode.op import kv_encode
@@ -66,8 +66,9 @@ class StaticStore:
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         """Take T <= draft tokens per row; as many older ones leave the window. Device work only. Raises CacheError for more, and
-        when the cache is full; a graph that is replayed beyond its end is for its caller to stop."""
-        T = k_BNTd.shape[2]
+        when the cache is full (a graph that is replayed beyond its end is for its caller to stop); ShapeError for another batch or
+        model."""
+        T = self._tokens(k_BNTd, v_BNTd)
         if T > self.draft:
             raise CacheError(
                 f"{T} tokens in one step", where="static KV cache", expected=f"at most {self.draft}", do="prefill first, or raise draft"
@@ -85,6 +86,19 @@ class StaticStore:
             recent[row, :, at % self.ring] = x
         self.length.add_(T)
         self.empty = False
+
+    def _tokens(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> int:
+        """How many there are; one row would be spread over all, other rows or heads come out anywhere."""
+        T, k_dim = k_BNTd.shape[2], self.layout.k_dim + self.layout.rope
+        want = [(self.batch, self.heads, T, d) for d in (k_dim, self.layout.v_dim)]
+        if [tuple(k_BNTd.shape), tuple(v_BNTd.shape)] != want:
+            raise ShapeError(
+                f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}",
+                where="static KV cache",
+                expected=f"{want[0]} and {want[1]}",
+                do="give each batch and model a cache of its own",
+            )
+        return T
 
     def _count(self, more: int) -> None:
         """Raises CacheError where `more` tokens have no room. The length itself is read only when the host's count says so."""
@@ -113,8 +127,8 @@ class StaticStore:
         self.stored.add_(due)
 
     def prefill(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
-        """Take a prompt into an empty cache. Raises CacheError when it does not fit or the cache is not empty."""
-        T = k_BNTd.shape[2]
+        """Take a prompt into an empty cache. Raises CacheError when it does not fit or the cache is not empty, ShapeError as `append`."""
+        T = self._tokens(k_BNTd, v_BNTd)
         if not self.empty or T > self.max_tokens:
             raise CacheError(
                 f"a prompt of {T} tokens",

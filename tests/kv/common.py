@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares
-from moe_prefetch.kv.format import FORMATS, PageLayout, layout_for
+from moe_prefetch.kernels.kv_encode import naive as law
+from moe_prefetch.kernels.kv_encode.records import Book, book_shares, decode_naive, encode_naive, runs_for
+from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, layout_for
 from moe_prefetch.kv.store import LayerStore
 
 NAMES = tuple(FORMATS)
@@ -67,3 +68,37 @@ def attention_loop(
         total = e.sum() + (0.0 if sink is None else torch.tensor(sink, dtype=torch.float64).exp())
         out.append((e @ v[lo : at + 1].double()) / total)
     return torch.stack(out)
+
+
+def expected(s: LayerStore, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention must see of one row's tokens k, v [N, n, d], from the element law alone: FP16 at both ends, pages between."""
+    lay, n = s.layout, k.shape[1]
+    g = lay.format.append_group
+    stored = max(0, (n - s.sinks - s.window) // g * g)
+    k, v = k.clone(), v.clone()
+    if stored:
+        mid = slice(s.sinks, s.sinks + stored)
+        pages = law.empty_pages(-(-stored // PAGE), s.heads, lay)
+        encode_naive(
+            pages,
+            k[:, mid].transpose(0, 1),
+            v[:, mid].transpose(0, 1),
+            torch.tensor(runs_for(list(range(len(pages))), 0, stored, 0)),
+            s.books[0],
+            lay,
+        )
+        k_page, v_page = decode_naive(pages, s.books[0], lay)
+        k[:, mid], v[:, mid] = (x.permute(1, 0, 2, 3).flatten(1, 2)[:, :stored] for x in (k_page, v_page))
+    return k, v
+
+
+def check(s: LayerStore, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Row b of the settled store equals the law for its tokens rows[b] = (k, v) [N, n, d], bit for bit; padding reads zero."""
+    s.settle()
+    s.check_integrity()
+    k_all, v_all = s.gather()
+    for b, (k, v) in enumerate(rows):
+        pad = s.pads[b]
+        for got, want in zip((k_all[b], v_all[b]), expected(s, k, v), strict=True):
+            assert torch.equal(got[:, pad:], want)
+            assert bool((got[:, :pad] == 0).all())

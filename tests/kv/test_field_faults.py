@@ -17,6 +17,7 @@ from moe_prefetch.kv import store as store_module
 from moe_prefetch.kv.attention import attend
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, layout_for
 from moe_prefetch.kv.gate import drift
+from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
 from . import models
@@ -340,3 +341,16 @@ def test_peak_memory_of_a_decode_step_is_one_layers_not_the_caches() -> None:
         del out
     assert cache.held_bytes() < 1.05 * held < 0.4 * fp16
     assert held + max(alive) < fp16
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_of_another_batch_is_refused_never_spread(batch: int) -> None:
+    """A captured step serves the batch that it was made for: one row would be written to both, a third to neither."""
+    lay = layout("fp8")
+    s, k = StaticStore(lay, 2, neutral_book(lay, 2), batch=2, max_tokens=100), tokens(40, 2, 64, 3)
+    s.prefill(k[:2, :, :30], k[:2, :, :30])
+    before = [x.clone() for x in (*s.gather(), s.length)]
+    for take in (s.append, s.prefill):
+        with pytest.raises(ShapeError, match="static KV cache"):
+            take(k[:batch, :, 30:31], k[:batch, :, 30:31])
+    assert all(torch.equal(a, b) for a, b in zip((*s.gather(), s.length), before, strict=True))
