@@ -22,7 +22,7 @@ HEADS, SCALE = 2, 0.1
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("format", SERVED)
 def test_every_operation_of_a_layer_equals_the_law(format: str, dim: int, batch: int) -> None:
-    """update (a prompt of odd length, a chunk, single tokens), lengths, repeat, divergent update, reorder, crop both ways, select, reset."""
+    """update (an odd prompt, a chunk, single tokens), lengths, repeat, divergent update, reorder, crop both ways, select, reset."""
     k, v = tokens(205, HEADS, dim, batch), tokens(205, HEADS, dim, batch, seed=1)
     seen = StatsCollector()
     seen.add(k[0].repeat_interleave(2, 0), k[0], v[0])
