@@ -91,14 +91,17 @@ class Group:
         except RuntimeError:
             return tuple(r for r in range(self.size) if r != self.rank)
 
-    def agree(self, subject: str, facts: Mapping[str, Scalar], deadline: float = DEADLINE) -> None:
-        """Refuse to go on where two ranks differ. Collective. Raises ConfigError on every rank, with each fact that differs; PeerError."""
+    def agree(self, subject: str, facts: Mapping[str, Scalar], deadline: float = DEADLINE, among: Sequence[int] = ()) -> None:
+        """Refuse to go on where two ranks differ. Collective. Raises ConfigError on every rank, with each fact that differs; PeerError.
+
+        `among`: only these places must say the same; every rank calls all the same, and each may name its own.
+        """
         words = self.gather(json.dumps({"subject": subject, **facts}, sort_keys=True).encode(), deadline)
         every = [json.loads(w) for w in words]
         problems = []
         for key in sorted({k for said in every for k in said}):
             values: dict[str, list[int]] = {}
-            for rank, said in enumerate(every):
+            for rank, said in ((r, every[r]) for r in among or range(self.size)):
                 values.setdefault(json.dumps(said.get(key, "nothing")), []).append(rank)
             if len(values) > 1:
                 said = ", ".join(f"{v} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for v, r in values.items())

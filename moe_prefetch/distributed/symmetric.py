@@ -51,7 +51,7 @@ class SymmetricMemory(Protocol):
     rank: int
 
     def allocate(self, nbytes: int, deadline: float = DEADLINE) -> SharedBlock:
-        """Zeroed blocks, the same size on every rank. Collective over the whole group. Raises MemoryError, ConfigError, PeerError."""
+        """Zeroed blocks, one size for the ranks of a host. Collective over the whole group. Raises MemoryError, ConfigError, PeerError."""
 
 
 def symmetric_memory(group: Group, device: torch.device | str, runtime: Runtime = REAL, deadline: float = DEADLINE) -> SymmetricMemory:
@@ -70,8 +70,8 @@ def symmetric_memory(group: Group, device: torch.device | str, runtime: Runtime 
     return CpuMemory(group, places, runtime)
 
 
-def _same_size(group: Group, nbytes: int, deadline: float) -> None:
-    group.agree("symmetric memory", {"nbytes": nbytes}, deadline)
+def _same_size(group: Group, places: tuple[int, ...], nbytes: int, deadline: float) -> None:
+    group.agree("symmetric memory", {"nbytes": nbytes}, deadline, places)
 
 
 class CpuMemory:
@@ -83,7 +83,7 @@ class CpuMemory:
 
     def allocate(self, nbytes: int, deadline: float = DEADLINE) -> SharedBlock:
         nbytes = max(LINE, -(-nbytes // LINE) * LINE)
-        _same_size(self.group, nbytes, deadline)
+        _same_size(self.group, self.places, nbytes, deadline)
         shared, fault = None, ""
         try:
             shared = self._runtime.share(nbytes)
@@ -128,7 +128,7 @@ class CudaMemory:
 
     def allocate(self, nbytes: int, deadline: float = DEADLINE) -> SharedBlock:
         nbytes = max(LINE, -(-nbytes // LINE) * LINE)
-        _same_size(self.group, nbytes, deadline)
+        _same_size(self.group, self.places, nbytes, deadline)
         with torch.inference_mode(False), torch.cuda.device(self._device):
             if len(self.places) == 1:
                 mine = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)

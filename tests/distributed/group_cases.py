@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moe_prefetch.distributed.groups import Grid, Group
 from moe_prefetch.distributed.symmetric import symmetric_memory
-from moe_prefetch.errors import ConfigError, PeerError
+from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.runtime import Runtime
 
 
@@ -36,7 +36,7 @@ def refusal(act: Any) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         act()
-    except (ConfigError, PeerError, MemoryError) as e:
+    except (MoEPrefetchError, MemoryError) as e:
         return {"kind": type(e).__name__, "said": str(e), "seconds": time.perf_counter() - start, "ranks": getattr(e, "ranks", None)}
     return {"kind": "none"}
 

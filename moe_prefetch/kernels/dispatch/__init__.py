@@ -1,0 +1,1 @@
+"""Tokens to the ranks that hold their experts, and back."""
