@@ -296,7 +296,7 @@ def serves(layout: PageLayout) -> bool:
     """Whether `encode` writes this layout."""
     f = layout.format
     return (f.code == "fp4" and f.order == "planes" and f.scale == "e4m3" and f.v_axis == "token" and f.v_group == 64
-            and f.search and layout.rope == 0 and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128, 256))
+            and f.search and layout.rope == 0 and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128))
 
 
 def encode(

@@ -121,6 +121,15 @@ def _blocks(x_TC, BLOCK: tl.constexpr, TT: tl.constexpr, E8M0: tl.constexpr):
 
 
 @triton.jit
+def _times_gain(x_TC, n, ch_C, mean_ptr, gain_ptr, D: tl.constexpr, MEAN: tl.constexpr):
+    """What is coded of channels ch; beyond D zero."""
+    on_C = ch_C < D
+    if MEAN:
+        x_TC = x_TC - tl.load(mean_ptr + n * D + ch_C, mask=on_C, other=0)[None, :]
+    return x_TC * tl.load(gain_ptr + n * D + ch_C, mask=on_C, other=0)[None, :]
+
+
+@triton.jit
 def _encode_side(
     record, row_T, on_T, t_T, slot, n, ptr, mean_ptr, gain_ptr, counts_ptr,
     N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, TT: tl.constexpr, CODE: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
@@ -129,21 +138,21 @@ def _encode_side(
     """K or V of a run: D channels of rows W wide."""
     c_C = tl.arange(0, 64)
     on_TC = on_T[:, None]
-    big = 0
-    nan = 0
+    big = tl.full((), 0, tl.int32)
+    nan = tl.full((), 0, tl.int32)
     amax_T = tl.full((TT,), 7.888609052210118e-31, tl.float32)
     top = -1000
     NB: tl.constexpr = (D + BLOCK - 1) // BLOCK if BLOCK > 0 else 1
     if CODE == FP8:
-        for g in tl.static_range((D + 63) // 64):
+        for g in tl.range((D + 63) // 64, num_stages=1):
             x_TC, _b, _m = _rows(ptr, row_T, on_T, n, 64 * g + c_C, N, W, D)
             amax_T = tl.maximum(amax_T, tl.max(tl.abs(x_TC), axis=1))
         # the least power of two that keeps the row within 448 = 1.75 * 2^8
         above_T = (amax_T.to(tl.int32, bitcast=True) & 0x7FFFFF) > 0x600000
         e_T = _exponent(amax_T) - 8 + above_T.to(tl.int32)
         tl.store(record + SCALES_AT + t_T, (e_T + 127).to(tl.uint8), mask=on_T)
-    scales = ()
-    for g in tl.static_range((D + 63) // 64):
+    # Loops and not one piece of code: what MLA's 512 channels unrolled to took minutes to compile.
+    for g in tl.range((D + 63) // 64, num_stages=1):
         ch_C = 64 * g + c_C
         x_TC, b, m = _rows(ptr, row_T, on_T, n, ch_C, N, W, D)
         big += b
@@ -159,9 +168,7 @@ def _encode_side(
             else:
                 tl.store(record + CODES_AT + t_T[:, None] * D + ch_C[None, :], y_TC, mask=on_TC & on_C[None, :])
         else:
-            if MEAN:
-                x_TC = x_TC - tl.load(mean_ptr + n * D + ch_C, mask=on_C, other=0)[None, :]
-            x_TC = x_TC * tl.load(gain_ptr + n * D + ch_C, mask=on_C, other=0)[None, :]
+            x_TC = _times_gain(x_TC, n, ch_C, mean_ptr, gain_ptr, D, MEAN)
             code_TC, scale_TG = _blocks(x_TC, BLOCK, TT, E8M0)
             lo, hi = tl.split(tl.reshape(code_TC, (TT, 32, 2)))
             j_C = 32 * g + tl.arange(0, 32)
@@ -174,13 +181,15 @@ def _encode_side(
                 tl.store(at_TG, (_exponent(scale_TG) + 127).to(tl.uint8), mask=on_TG)
             else:
                 top = tl.maximum(top, tl.max(tl.max(tl.where(on_TG, _exponent(scale_TG), -1000), axis=1), axis=0))
-                scales = scales + (scale_TG,)
     if CODE == FP4 and not E8M0:
         factor = _settle(record, SCALES_AT, FACTOR_AT, top, slot, NB)
-        for g in tl.static_range((D + 63) // 64):
+        # The scales again, now that the page's factor is known.
+        for g in tl.range((D + 63) // 64, num_stages=1):
+            x_TC, _b, _m = _rows(ptr, row_T, on_T, n, 64 * g + c_C, N, W, D)
+            _code_TC, scale_TG = _blocks(_times_gain(x_TC, n, 64 * g + c_C, mean_ptr, gain_ptr, D, MEAN), BLOCK, TT, E8M0)
             g_G = 64 // BLOCK * g + tl.arange(0, 64 // BLOCK)
             at_TG = record + SCALES_AT + t_T[:, None] * NB + g_G[None, :]
-            tl.store(at_TG, _scale_byte(scales[g], factor), mask=on_TC & (g_G < NB)[None, :])
+            tl.store(at_TG, _scale_byte(scale_TG, factor), mask=on_TC & (g_G < NB)[None, :])
     if big > 0:
         tl.atomic_add(counts_ptr, big.to(tl.int64))
     if nan > 0:

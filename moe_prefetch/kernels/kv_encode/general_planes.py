@@ -20,6 +20,11 @@ def half_of(dim, g):
     return min(64, dim - 64 * g) // 2
 
 
+@triton.constexpr_function
+def pow2(n):
+    return max(1, 1 << (n - 1).bit_length())
+
+
 @triton.jit
 def _k_tile(ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N: tl.constexpr, W: tl.constexpr,
             D: tl.constexpr, OUT: tl.constexpr):
@@ -32,43 +37,76 @@ def _k_tile(ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_pt
 
 
 @triton.jit
+def _put(all_TB, i, one_T):
+    """Column i of all_TB becomes one_T."""
+    i_B = tl.arange(0, all_TB.shape[1])
+    return tl.where(i_B[None, :] == i, one_T[:, None], all_TB)
+
+
+@triton.jit
+def _store_scales(record, AT: tl.constexpr, scales_TB, factor, t_T, on_T, NB: tl.constexpr):
+    i_B = tl.arange(0, scales_TB.shape[1])
+    at_TB = record + AT + t_T[:, None] * NB + i_B[None, :]
+    tl.store(at_TB, _scale_byte(scales_TB, factor), mask=on_T[:, None] & (i_B < NB)[None, :])
+
+
+@triton.jit
 def _encode_k(
     record, row_T, on_T, t_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr,
     N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, KS_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     NB: tl.constexpr = (D + 31) // 32
+    WHOLE: tl.constexpr = D // 64
+    HALF: tl.constexpr = half_of(D, WHOLE)
     c_C = tl.arange(0, 32)
-    scales = ()
-    inverses = ()
+    scales_TB = tl.full((t_T.shape[0], pow2(NB)), 1.0, tl.float32)
     top = -1000
-    for i in tl.static_range(NB):
-        ch_C = 32 * i + c_C
+    # A loop and not one piece of code: 16 copies of it take minutes to compile. In a whole group each nibble is a block.
+    for g in tl.range(WHOLE, num_stages=1):
+        ch_C = 64 * g + c_C
         x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
                                       OUT)
         _tally(counts_ptr, big, nan)
         scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
-        scales = scales + (scale_T,)
-        inverses = inverses + (inverse_T,)
+        lo_TC = _codes(x_TC, inverse_T)
+        scales_TB = _put(scales_TB, 2 * g, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
-    for g in tl.static_range((D + 63) // 64):
-        on_C = c_C < half_of(D, g)
-        ch_C = 64 * g + c_C
-        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
-        lo_TC = _codes(x_TC, inverses[2 * g])
-        ch_C = 64 * g + half_of(D, g) + c_C
-        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
-        if half_of(D, g) == 32:
-            hi_TC = _codes(x_TC, inverses[2 * g + 1])
-        elif half_of(D, g) == 24:
-            # the high nibbles of 48 channels lie in two blocks
-            hi_TC = tl.where((ch_C < 64 * g + 32)[None, :], _codes(x_TC, inverses[2 * g]), _codes(x_TC, inverses[2 * g + 1]))
-        else:
-            hi_TC = _codes(x_TC, inverses[2 * g])
+        ch_C += 32
+        x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
+                                      OUT)
+        _tally(counts_ptr, big, nan)
+        scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+        scales_TB = _put(scales_TB, 2 * g + 1, scale_T)
+        top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         at_TC = record + t_T[:, None] * (D // 2) + 32 * g + c_C[None, :]
+        tl.store(at_TC, _byte(lo_TC, _codes(x_TC, inverse_T)), mask=on_T[:, None])
+    if HALF > 0:
+        # The rest, of 16, 32 or 48 channels: its nibbles are no blocks.
+        inverses = ()
+        for i in tl.static_range(2 * WHOLE, NB):
+            ch_C = 32 * i + c_C
+            x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W,
+                                          D, OUT)
+            _tally(counts_ptr, big, nan)
+            scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+            inverses = inverses + (inverse_T,)
+            scales_TB = _put(scales_TB, i, scale_T)
+            top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
+        on_C = c_C < HALF
+        ch_C = 64 * WHOLE + c_C
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        lo_TC = _codes(x_TC, inverses[0])
+        ch_C += HALF
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        if HALF == 24:
+            # the high nibbles of 48 channels lie in two blocks
+            hi_TC = tl.where((ch_C < 64 * WHOLE + 32)[None, :], _codes(x_TC, inverses[0]), _codes(x_TC, inverses[1]))
+        else:
+            hi_TC = _codes(x_TC, inverses[0])
+        at_TC = record + t_T[:, None] * (D // 2) + 32 * WHOLE + c_C[None, :]
         tl.store(at_TC, _byte(lo_TC, hi_TC), mask=on_T[:, None] & on_C[None, :])
     factor = _settle(record, KS_AT, TRAILER_AT, top, slot, NB)
-    for i in tl.static_range(NB):
-        tl.store(record + KS_AT + t_T * NB + i, _scale_byte(scales[i], factor), mask=on_T)
+    _store_scales(record, KS_AT, scales_TB, factor, t_T, on_T, NB)
 
 
 @triton.jit
@@ -90,9 +128,9 @@ def _encode_v(
 ):
     NB: tl.constexpr = (D + 63) // 64
     c_C = tl.arange(0, 64)
-    scales = ()
+    scales_TB = tl.full((t_T.shape[0], pow2(NB)), 1.0, tl.float32)
     top = -1000
-    for g in tl.static_range(NB):
+    for g in tl.range(NB, num_stages=1):
         ch_C = 64 * g + c_C
         on_C = ch_C < D
         x_TC, big, nan = _rows(v_ptr, row_T, on_T, n, ch_C, N, D, D)
@@ -107,11 +145,10 @@ def _encode_v(
         _merge_codes(at_TC, code_TC, on_TC & (t_T < 64)[:, None], False)
         tl.debug_barrier()
         _merge_codes(at_TC, code_TC, on_TC & (t_T >= 64)[:, None], True)
-        scales = scales + (scale_T,)
+        scales_TB = _put(scales_TB, g, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
     factor = _settle(record, VS_AT, FACTOR_AT, top, slot, NB)
-    for g in tl.static_range(NB):
-        tl.store(record + VS_AT + t_T * NB + g, _scale_byte(scales[g], factor), mask=on_T)
+    _store_scales(record, VS_AT, scales_TB, factor, t_T, on_T, NB)
 
 
 @triton.jit
