@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_prefetch.kernels.expert_mlp.record import LINE, Form
+from moe_prefetch.kernels.expert_mlp.record import LINE, Form, tiled_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Odd sizes: rows and columns that no tile divides, one token's worth of everything.
@@ -55,8 +55,11 @@ def _part(name: str, view: torch.Tensor, g: torch.Generator, whole: bool) -> tor
         return (torch.randint(1, 3, shape, generator=g) if whole else torch.rand(shape, generator=g) * 0.02).to(dtype)
     if dtype == torch.uint8:
         codes = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
+        if not whole:
+            return codes
         # Of whole numbers the codes 0, 2 and 4, with signs: 0, 1, 2.
-        return torch.tensor([0, 2, 4, 8, 10, 12], dtype=torch.uint8)[codes.long() % 6] * 17 if whole else codes
+        tiles, rows, _ = shape
+        return tiled_codes(torch.tensor([0, 2, 4, 8, 10, 12], dtype=torch.uint8)[codes.long() % 6].view(rows, tiles * 4, 16) * 17)
     if whole:
         return torch.randint(-2, 3, shape, generator=g).to(dtype)
     width = 1.0 if name.endswith("bias") else 4.0 if dtype == torch.float8_e4m3fn else shape[-1] ** -0.5

@@ -6,7 +6,8 @@ One JSON object a line and kernel: name, kernel, registers, shared bytes, spills
 are read before any write: an assembler's mistake seen before). For gate_up and down also, in the loop over columns (a short one may be
 unrolled: then of the whole kernel): per_weight (instructions that a thread issues for each element of the matrix), mma (warpgroup tensor
 instructions a step), other (tensor instructions of a warp, and conversions an eighth as fast: none is expected), copies (asynchronous
-16-byte copies past L1), copies_all (all asynchronous copies), loads (others from global memory), barriers.
+16-byte copies past L1), weight_copies (those that weights need), copies_all (all asynchronous copies), loads (others from global memory),
+barriers.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def kernels(name: str) -> dict[str, tuple[object, dict[str, object], int]]:
     """(function, constants, warps) of every launch of a case."""
     model, tokens = name.rsplit("_t", 1)
     form, experts, top_k = MODELS[model]
-    tile = fused.tuning(form, int(tokens), top_k, experts)
-    first, second = (fused.constants(form, which, experts, int(tokens), top_k) for which in ("gate_up", "down"))
-    out = {"gate_up": (fused.gate_up, {**first, "CLAMPED": bool(form.bias), "PDL": True}, tile[1]),
-           "down": (fused.down, {**second, "AHEAD": fused.ahead(form, second["BR"]), "PDL": True}, tile[1])}
+    out = {}
+    for which in ("gate_up", "down"):
+        same, warps, _ = fused.constants(form, which, experts, int(tokens), top_k)
+        out[which] = (getattr(fused, which), {**same, **({"CLAMPED": bool(form.bias)} if which == "gate_up" else {}), "PDL": True}, warps)
     if tokens == "1":
         wide = triton.next_power_of_2(top_k)
         out["plan"] = (fused.plan, {"K": top_k, "KP": wide, "CT": fused.CHUNK, "PDL": True}, 4)
@@ -87,6 +88,8 @@ def facts(name: str) -> list[dict[str, object]]:
             count = lambda pattern: sum(bool(re.search(pattern, t)) for t in lines)  # noqa: E731,B023
             steps = -(-(constants["D"] if what == "gate_up" else constants["F"]) // constants["BK"]) if loop is None else 1
             each = constants["BR"] * constants["BK"] // (32 * warps)
+            bits = {"mxfp4": 4, "fp8": 8}.get(MODELS[name.rsplit("_t", 1)[0]][0].weights, 16)
+            fact |= {"weight_copies": each * bits // 128}
             fact |= {"unrolled": loop is None, "per_weight": round(len(lines) / steps / each, 2), "mma": count(r"\bHGMMA") / steps,
                      "other": count(r"\bHMMA|\bIMMA|\bQGMMA|\bF2F\b"), "copies": count(r"\bLDGSTS\S*BYPASS\S*128"),
                      "copies_all": count(r"\bLDGSTS"), "loads": count(r"\bLDG\b"), "barriers": count(r"\bBAR\.SYNC") / steps}

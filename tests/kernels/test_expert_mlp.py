@@ -15,7 +15,7 @@ from moe_prefetch.errors import ShapeError
 from moe_prefetch.kernels.expert_mlp import fused, fused_elements, grouped
 from moe_prefetch.kernels.expert_mlp.naive import E2M1, gated, moe_records, weights_of
 from moe_prefetch.kernels.expert_mlp.op import _expert_mlp, expert_mlp, with_shared
-from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout
+from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout, tiled_codes
 
 from .expert_cases import DEVICE, FORMS, dtype_of, hidden, records, routing, table
 
@@ -136,7 +136,7 @@ def test_more_tokens_than_plan_looks_at_together_and_wide_tiles():
     form = Form("bfloat16", 40, 24)
     recs, x = records(form, 2), hidden(form, 300)
     ids, weights = routing(300, 1, 2)
-    assert fused.tuning(form, 300, 1, 2)[0] == 128
+    assert fused.width(form, 300, 1, 2) == 128
     assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[x.dtype]
 
 
@@ -190,7 +190,7 @@ def test_experts_are_added_in_ascending_order_wherever_a_token_names_them():
         assert bool((got == 1).all())
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 4, 4), (7, 3, 5), (16, 4, 3), (13, 1, 9)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 4, 4), (7, 3, 5), (8, 8, 3), (6, 1, 9)])
 def test_few_pairs_need_no_plan(monkeypatch, tokens, top_k, experts):
     form = FORMS["bf16"]
     recs, x = records(form, experts), hidden(form, tokens)
@@ -249,14 +249,15 @@ def test_every_mxfp4_byte_and_scale():
     form = Form("mxfp4", 64, 64)
     (record,) = records(form, 1)
     v = form.layout().views(record)
-    v["gate_up"][:64].fill_(0x77)
+    gate_up, down = torch.full((128, 2, 16), 0x77, dtype=torch.uint8), torch.zeros(64, 2, 16, dtype=torch.uint8)
+    gate_up[64:].view(8, 256).copy_(torch.arange(256, dtype=torch.uint8).expand(8, 256))
     v["gate_up_scale"][:, :64] = 128
     # down is the identity over h's 64 elements
-    v["down"].zero_()
-    v["down_scale"].fill_(127)
     for f in range(64):
-        v["down"][f].view(-1)[f // 2] = 2 << (f % 2 * 4)
-    v["gate_up"][64:].view(8, 256).copy_(torch.arange(256, dtype=torch.uint8).expand(8, 256))
+        down[f].view(-1)[f // 2] = 2 << (f % 2 * 4)
+    v["down_scale"].fill_(127)
+    v["gate_up"].copy_(tiled_codes(gate_up))
+    v["down"].copy_(tiled_codes(down))
     x, ids = torch.eye(64, dtype=torch.bfloat16, device=DEVICE), torch.zeros(64, 1, dtype=torch.int64, device=DEVICE)
     ones = torch.ones(64, 1)
     for scales in ([0, 1, 2, 3, 7, 30, 60, 90], [100, 118, 124, 125, 126, 127, 128, 128]):
@@ -402,34 +403,55 @@ def test_what_does_not_fit_is_refused_before_any_work():
 
 # inline assembly, which the interpreter does not run ---------------------------------------------------------------------------
 def test_the_assembly_that_decodes_mxfp4_is_what_the_interpreter_does():
-    """Every byte under many factors, through a small model of the instructions used."""
+    """Every code in every place of a word under many factors, through a small model of the instructions used."""
     source = inspect.getsource(fused_elements.e2m1.fn)
-    body = re.search(r'"""\{ \.reg \.b32 p, q, a, b;(.*?)\}"""', source, re.S)
-    assert body, "the assembly is where this test looks for it"
+    bodies = [m[0] or m[1] for m in re.findall(r'inline_asm_elementwise\(\s*(?:"""\{ \.reg \.b32 a; (.*?)\}"""|"(.*?)")', source, re.S)]
+    assert len(bodies) == 4, "the assembly is where this test looks for it"
+    g = torch.Generator().manual_seed(0)
+    plain = torch.randint(0, 256, (8, 4, 16), dtype=torch.uint8, generator=g)
+    words = tiled_codes(plain).view(torch.int32)[0]
     for factor in (0x0040, 0x3F00, 0x3F80, 0x7F00, 0x3F00 - 0x0800):
         f = torch.tensor([factor], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        for first in range(0, 256, 4):
-            word = sum((first + i) << (8 * i) for i in range(4))
-            regs = {"$4": word, "$5": factor * 0x10001, "$6": factor * 0x10001}
-            for line in filter(None, (t.strip() for t in body[1].split(";"))):
-                op, _, rest = line.partition(" ")
-                to, *sources = [s.strip() for s in rest.split(",")]
-                a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
-                regs[to] = _ptx(op, a, more)
-            for i in range(4):
-                for register, code in ((("$0", "$1")[i // 2], (first + i) & 15), (("$2", "$3")[i // 2], (first + i) >> 4)):
-                    bits = regs[register] >> (16 * (i % 2)) & 0xFFFF
-                    got = torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-                    want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126 * f.double()).to(torch.bfloat16)
-                    assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (first + i, code, factor)
+        for group, body in enumerate(bodies):
+            for row in range(8):
+                for i in range(0, 16, 3):
+                    regs = {"$1": int(words[row, i]) & 0xFFFFFFFF, "$2": factor * 0x10001}
+                    for line in filter(None, (t.strip() for t in body.split(";"))):
+                        op, _, rest = line.partition(" ")
+                        to, *sources = [s.strip() for s in rest.split(",")]
+                        a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
+                        regs[to] = _ptx(op, a, more)
+                    for lane in (0, 1):
+                        code = int(plain[row, group, i]) >> (4 * lane) & 15
+                        got = torch.tensor([regs["$0"] >> (16 * lane) & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+                        want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126 * f.double()).to(torch.bfloat16)
+                        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (group, row, i, lane, factor)
+
+
+def test_the_assembly_that_makes_factors():
+    source = inspect.getsource(fused_elements.factor.fn)
+    body = re.search(r'"\{ \.reg \.b32 a; (.*?)\}"', source)
+    assert body and "0x4040 + GROUP * 0x0101" in source
+    for group in range(4):
+        regs = {"$1": 0x807F0001, "$2": 0x4040 + group * 0x0101}
+        for line in filter(None, (t.strip() for t in body[1].split(";"))):
+            op, _, rest = line.partition(" ")
+            to, *sources = [s.strip() for s in rest.split(",")]
+            a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
+            regs[to] = _ptx(op, a, more)
+        byte = 0x807F0001 >> (8 * group) & 255
+        assert regs["$0"] == ((byte + 126) << 7) * 0x10001
 
 
 def _ptx(op: str, a: int, more: list[int]) -> int:
     if op == "prmt.b32":
         both = (a | more[0] << 32).to_bytes(8, "little")
         return int.from_bytes(bytes(both[more[1] >> (4 * i) & 7] for i in range(4)), "little")
-    if op == "shr.u32":
-        return a >> more[0]
+    if op == "shf.r.wrap.b32":
+        assert a == more[0], "a rotation"
+        return (a >> more[1] | a << (32 - more[1])) & 0xFFFFFFFF
+    if op == "add.u32":
+        return (a + more[0]) & 0xFFFFFFFF
     if op == "shl.b32":
         return a << more[0] & 0xFFFFFFFF
     if op == "and.b32":

@@ -14,7 +14,7 @@ host: ids, weights and addresses may change between replays of a captured graph.
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,22 +33,21 @@ from .fused_elements import (
     e2m1,
     e4m3,
     entry,
+    factor,
     high,
     low,
     narrow,
     numbers,
     part,
     product,
-    to_l2,
     wide,
 )
 from .record import Form
 
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
-AHEAD = 256 << 10  # up to how many bytes of its weights a program of `down` asks L2 for before h is there
 CHUNK = 256  # tokens that `plan` looks at together
-SMALL = 16  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
+SMALL = 8  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
 
 @triton.jit
 def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
@@ -90,26 +89,20 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
             acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
             s_R = next_R
     else:
-        # As above, with bytes for words.
-        j_J = tl.arange(0, BK // 2)
-        w_RJ = part(address, AT, tl.uint8) + row_R[:, None] * (N // 2) + j_J[None, :]
-        x_JT = x_ptr.to(tl.pointer_type(tl.int32)) + (x_T // 2)[None, :] + j_J[:, None]
-        scale = part(address, SCALE_AT, tl.int32)
-        s_R = tl.load(scale + row_R, cache_modifier=".cg")
-        for k in tl.range(0, N, BK, num_stages=STAGES):
-            next_R = tl.load(scale + ((k + BK) // BK) * ROWS + row_R, mask=(row_R >= 0) & (k + BK < N), other=0, cache_modifier=".cg")
-            if EVEN:
-                w = tl.load(w_RJ + k // 2, cache_modifier=".cg")
-                x = tl.load(x_JT + k // 2, cache_modifier=".cg")
-            else:
-                w = tl.load(w_RJ + k // 2, mask=j_J[None, :] < (N - k) // 2, other=0, cache_modifier=".cg")
-                x = tl.load(x_JT + k // 2, mask=j_J[:, None] < (N - k) // 2, other=0, cache_modifier=".cg")
-            byte = (s_R[:, None] >> (j_J // 16 * 8)[None, :]) & 255
-            factor = (tl.minimum(byte + 126, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            even, odd = e2m1(w, factor)
-            acc_RT = product(even, low(x, TYPE), acc_RT)
-            acc_RT = product(odd, high(x, TYPE), acc_RT)
-            s_R = next_R
+        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for every group.
+        j_J = tl.arange(0, 32)
+        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
+        x_JT = x_ptr + x_T[None, :] + j_J[:, None]
+        scale_R = part(address, SCALE_AT, tl.int32) + row_R
+        for k in tl.range(0, N, 128, num_stages=STAGES):
+            w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
+            s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
+            for i in tl.static_range(4):
+                if N % 128 == 0 or N % 128 > i * 32:
+                    x = tl.load(x_JT + (k + i * 32), cache_modifier=".cg")
+                else:
+                    x = tl.load(x_JT + (k + i * 32), mask=(x_T >= 0)[None, :] & (k + i * 32 < N), other=0.0, cache_modifier=".cg")
+                acc_RT = product(e2m1(w, factor(s_R, i)[:, None], i), x, acc_RT)
     return acc_RT
 
 
@@ -133,6 +126,14 @@ def plan(ids_ptr, pair_ptr, count_ptr, T, K: tl.constexpr, KP: tl.constexpr, CT:
         count += tl.sum(mine_T, 0)
         first += CT
     tl.store(count_ptr + e, count)
+
+
+@triton.jit
+def place(BLOCKS, TOGETHER: tl.constexpr):
+    """(item, block of rows) of a program: TOGETHER items, mostly of one expert, go through the blocks of rows side by side, so that its
+    weights come from memory once."""
+    p = tl.program_id(0)
+    return p // (BLOCKS * TOGETHER) * TOGETHER + p % TOGETHER, p // TOGETHER % BLOCKS
 
 
 @triton.jit
@@ -170,20 +171,21 @@ def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.cons
 
 @triton.jit(do_not_specialize=["T"])
 def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-            KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-            AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr,
-            BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+            KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+            BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr,
+            DIRECT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
     """h [T K, F] = act(gate x) up x, of the pairs that count. BR rows: BR / 2 of gate, then as many of up."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     BF: tl.constexpr = BR // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, KP, BT, DIRECT)
+    item, block = place(tl.cdiv(F, BF), TOGETHER)
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     address = entry(where_ptr, tl.minimum(e, E - 1))
     if e < E:
         r_R = tl.arange(0, BR)
-        f_R = tl.minimum(tl.program_id(0) * BF + r_R % BF, F - 1)
+        f_R = tl.minimum(block * BF + r_R % BF, F - 1)
         row_R = tl.where(r_R < BF, f_R, F + f_R)
         scale_row_R = row_R
         if W == FP8:
@@ -200,7 +202,7 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
             h_FT = gate_FT / (1.0 + tl.exp(-alpha * gate_FT)) * up_FT
         else:
             h_FT = gate_FT / (1.0 + tl.exp(-gate_FT)) * up_FT
-        f_F = tl.program_id(0) * BF + tl.arange(0, BF)
+        f_F = block * BF + tl.arange(0, BF)
         tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
 
 
@@ -208,20 +210,18 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
 def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
          KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
          AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr, BR: tl.constexpr,
-         BK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
+         BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
     """y [T K, D] FP32 = down h + bias, of the pairs that count."""
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     # All but h was there before gate_up began, which waited for it: so what can be done is done while gate_up ends.
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, tl.program_id(1), T, E, EP, K, KP, BT, DIRECT)
+    item, block = place(tl.cdiv(D, BR), TOGETHER)
+    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     address = entry(where_ptr, tl.minimum(e, E - 1))
-    if AHEAD > 0:
-        if e < E:
-            to_l2(address + AT + tl.program_id(0) * (BR * AHEAD), BR * AHEAD, address + AT + (D * AHEAD - 1))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if e < E:
-        d_R = tl.program_id(0) * BR + tl.arange(0, BR)
+        d_R = block * BR + tl.arange(0, BR)
         row_R = tl.minimum(d_R, D - 1)
         scale_row_R = row_R
         if W == FP8:
@@ -273,31 +273,36 @@ def serves(form: Form, dtype: torch.dtype) -> bool:
     return name in ("bfloat16", "float16") and form.weights == name
 
 
-def tuning(form: Form, tokens: int, top_k: int, experts: int) -> tuple[int, int, int]:
-    """(pairs of an item, warps, stages): by how many pairs an expert has on average, so that few experts need a second item."""
+class Tile(NamedTuple):
+    """Of an item and a program: pairs, rows, columns of a step, warps, steps in flight, items side by side."""
+
+    pairs: int
+    rows: int
+    step: int
+    warps: int = 4
+    stages: int = 3
+    together: int = 1
+
+
+def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
+    """Pairs of an item: by how many an expert has on average, so that few experts need a second item."""
     pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
-    if pairs <= 8:
-        return 16, 4, 4
-    if pairs <= 20:
-        return 32, 4, 4
-    if pairs <= 64:
-        return 64, 4, 3
-    # fp8 has two accumulators, of a block and of all.
-    return 64 if form.weights == "fp8" else 128, 8, 3
+    most = 64 if form.weights == "fp8" else 128  # fp8 has two accumulators, of a block and of all
+    return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
 
-def rows(form: Form, rows_in_all: int, tile: tuple[int, int, int], items: int) -> int:
-    """Rows of a program: more for eight warps, and where decoding costs instructions as long as a large chip has two waves of programs."""
-    return 128 if tile[1] == 8 or (form.weights == "mxfp4" and tile[0] <= 32 and rows_in_all // 128 * items >= 264) else 64
-
-
-def step(form: Form, columns: int) -> int:
-    """Columns of a step of the loop."""
+def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Tile:
+    """How `gate_up` or `down` is cut up. Steps must not reach over a block of fp8 or a tile of mxfp4."""
+    n = width(form, tokens, top_k, experts)
+    all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
+    programs = all_rows // 128 * items_of(tokens, top_k, experts, n)
+    if form.weights == "mxfp4":
+        return Tile(n, 128 if programs >= 264 or n > 32 else 64, 128, 8 if n == 128 else 4, 4 if n <= 32 else 3, 4 if n >= 64 else 1)
     if form.weights == "fp8":
-        return min(128, form.block)
-    if form.weights == "mxfp4" or columns % 128 == 0 or columns % 64:
-        return 128
-    return 64
+        return Tile(n, 128, min(128, form.block), 8 if n == 64 else 4, 3, 4 if n == 64 else 1)
+    if n <= 32:
+        return Tile(n, 128 if programs >= 264 else 64, 128 if columns % 128 == 0 or columns % 64 else 64, 4, 3 if programs >= 264 else 4)
+    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 3, 4)
 
 
 def direct(tokens: int) -> bool:
@@ -305,22 +310,16 @@ def direct(tokens: int) -> bool:
     return tokens <= SMALL
 
 
-def ahead(form: Form, rows: int) -> int:
-    """Bytes of a row of `down`, when programs of that many rows ask L2 for them before h is there; 0: they don't."""
-    size = form.width * {"mxfp4": 4, "fp8": 8, "float32": 32}.get(form.weights, 16) // 8
-    return size if AHEAD and PDL and ASM.value and rows * size <= AHEAD else 0
-
-
-def constants(form: Form, which: str, experts: int, tokens: int, top_k: int) -> dict[str, Any]:
-    """What `gate_up` and `down` have in common as constants."""
-    at, tile = {p.name: p.offset for p in form.layout().parts}, tuning(form, tokens, top_k, experts)
-    items = items_of(tokens, top_k, experts, tile[0])
-    all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
+def constants(form: Form, which: str, experts: int, tokens: int, top_k: int) -> tuple[dict[str, Any], int, int]:
+    """Of `gate_up` or `down`: (constants that both have, warps, programs)."""
+    at, tile = {p.name: p.offset for p in form.layout().parts}, tuning(form, which, tokens, top_k, experts)
+    items, blocks = items_of(tokens, top_k, experts, tile.pairs), -(-(2 * form.width if which == "gate_up" else form.hidden) // tile.rows)
     return {"E": experts, "EP": max(16, triton.next_power_of_2(experts)), "K": top_k,
             "KP": triton.next_power_of_2(max(2, top_k)), "DIRECT": direct(tokens), "D": form.hidden, "F": form.width,
             "W": {"fp8": FP8.value, "mxfp4": MX.value}.get(form.weights, PLAIN.value), "SCALE": CODES[form.scale], "BLOCK": form.block or 1,
             "BIAS": CODES[form.bias], "AT": at[which], "SCALE_AT": at.get(f"{which}_scale", 0), "BIAS_AT": at.get(f"{which}_bias", 0),
-            "BT": tile[0], "BR": rows(form, all_rows, tile, items), "BK": step(form, columns), "STAGES": tile[2], "PDL": PDL and ASM.value}
+            "BT": tile.pairs, "BR": tile.rows, "BK": tile.step, "STAGES": tile.stages, "TOGETHER": tile.together,
+            "PDL": PDL and ASM.value}, tile.warps, -(-items // tile.together) * tile.together * blocks
 
 
 def items_of(tokens: int, top_k: int, experts: int, width: int) -> int:
@@ -336,23 +335,21 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
            alpha: float) -> torch.Tensor:
     """See `op.expert_mlp`; at least one token and one k."""
     (tokens, hidden), top_k, experts = hidden_TD.shape, ids_TK.shape[1], where_E.shape[0]
-    tile = tuning(form, tokens, top_k, experts)
     pairs, device = tokens * top_k, hidden_TD.device
-    items = items_of(tokens, top_k, experts, tile[0])
     # Scratch: every element that is read has been written by this call.
     pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     count = torch.empty(experts, dtype=torch.int32, device=device)
     h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     pdl = {"launch_pdl": True} if PDL and ASM.value else {}
-    first, second = (constants(form, which, experts, tokens, top_k) for which in ("gate_up", "down"))
     if not direct(tokens):
         plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=triton.next_power_of_2(max(2, top_k)), CT=CHUNK, PDL=PDL and ASM.value,
                          num_warps=4, **pdl)
-    gate_up[(-(-2 * form.width // first["BR"]), items)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha,
-                                                        CLAMPED=limit != 0, num_warps=tile[1], **first, **pdl)
-    down[(-(-hidden // second["BR"]), items)](h, ids_TK, where_E, pair, count, y, tokens, AHEAD=ahead(form, second["BR"]), num_warps=tile[1],
-                                                 **second, **pdl)
+    same, warps, programs = constants(form, "gate_up", experts, tokens, top_k)
+    gate_up[(programs,)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha, CLAMPED=limit != 0, num_warps=warps, **same,
+                         **pdl)
+    same, warps, programs = constants(form, "down", experts, tokens, top_k)
+    down[(programs,)](h, ids_TK, where_E, pair, count, y, tokens, num_warps=warps, **same, **pdl)
     return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
 
 

@@ -31,15 +31,6 @@ def part(address, AT: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def to_l2(start, SIZE: tl.constexpr, last):
-    """Ask for SIZE bytes from address `start` on to be brought to L2, none of them beyond address `last`."""
-    if ASM:
-        for i in tl.static_range(0, SIZE, 128 * 128):
-            at = tl.minimum(start + i + tl.arange(0, 128) * 128, last)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def wide(x):
     """As FP32. The interpreter keeps BF16 as integers and has casts of its own that are wrong for denormals."""
     if ASM:
@@ -131,27 +122,56 @@ def e4m3(x, TYPE: tl.constexpr):
 
 
 @triton.jit
-def e2m1(x, f):
-    """The even and odd elements that bytes of two E2M1 codes stand for, times 2^-126 f, in BF16 (the interpreter: FP32). f BF16.
+def factor(s, GROUP: tl.constexpr):
+    """What codes of a group are multiplied with in BF16, scale * 2^126, twice in a word. s: four E8M0 bytes, at most 128 each."""
+    if ASM:
+        one = tl.inline_asm_elementwise("{ .reg .b32 a; add.u32 a, $1, 0x7E7E7E7E; prmt.b32 a, a, 0, $2; shl.b32 $0, a, 7; }", "=r,r,r",
+                                        [s, tl.zeros_like(s) + (0x4040 + GROUP * 0x0101)], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        byte = (s >> (8 * GROUP)) & 255
+        one = (tl.minimum(byte + 126, 255) << 7) * 0x10001
+    return one
 
-    A code's magnitude bits, put where BF16's lowest exponent bits and highest mantissa bit lie, are its value times 2^-126, denormal
-    included, so products with a power of two are exact.
+
+@triton.jit
+def e2m1(x, f, GROUP: tl.constexpr):
+    """The codes of a group in words of 16 bits, times 2^-126 f, in BF16 (the interpreter: FP32). f: `factor`, the same for a row.
+
+    Two words are a register, in which `record.py` has put the bits of each code where a rotation brings its magnitude to BF16's lowest
+    exponent bits and highest mantissa bit: it is then its value times 2^-126, denormal included, so products with a power of two are exact.
     """
     if ASM:
-        even, odd = tl.inline_asm_elementwise(
-            """{ .reg .b32 p, q, a, b;
-            prmt.b32 p, $4, $4, 0x1100; prmt.b32 q, $4, $4, 0x3322;
-            shr.u32 a, p, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, p, 0x80008000, a, 0xEA; mul.rn.bf16x2 $2, a, $5;
-            shr.u32 b, q, 6; and.b32 b, b, 0x01C001C0; lop3.b32 b, q, 0x80008000, b, 0xEA; mul.rn.bf16x2 $3, b, $6;
-            shl.b32 p, p, 4; shl.b32 q, q, 4;
-            shr.u32 a, p, 6; and.b32 a, a, 0x01C001C0; lop3.b32 a, p, 0x80008000, a, 0xEA; mul.rn.bf16x2 $0, a, $5;
-            shr.u32 b, q, 6; and.b32 b, b, 0x01C001C0; lop3.b32 b, q, 0x80008000, b, 0xEA; mul.rn.bf16x2 $1, b, $6; }""",
-            "=&r,=&r,=&r,=&r,r,r,r", [x, f], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        if GROUP == 0:
+            y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r,r", [x, f], dtype=tl.bfloat16,
+                                          is_pure=True, pack=2)
+        elif GROUP == 1:
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 4; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
+                                          "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
+        elif GROUP == 2:
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 10; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
+                                          "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            y = tl.inline_asm_elementwise(
+                """{ .reg .b32 a; shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81808180; shf.r.wrap.b32 a, $1, $1, 14;
+                lop3.b32 $0, a, 0x00400040, $0, 0xEA; mul.rn.bf16x2 $0, $0, $2; }""",
+                "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        w = x.to(tl.int32)
-        even = _code(w & 15) * 1.1754943508222875e-38 * wide(f)
-        odd = _code(w >> 4) * 1.1754943508222875e-38 * wide(f)
-    return even, odd
+        # The interpreter has no words of two elements.
+        pairs = (x.to(tl.int64) & 0xFFFF).reshape(x.shape[0], x.shape[1] // 2, 2)
+        lane = 16 * tl.arange(0, 2)[None, None, :]
+        word = tl.sum(pairs << lane, 2)[:, :, None] >> tl.zeros_like(lane)
+        y = _bits(word, lane, GROUP).reshape(x.shape[0], x.shape[1]) * 1.1754943508222875e-38 * (f << 16).to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
+def _bits(word, lane, GROUP: tl.constexpr):
+    """The code of a group and lane as an FP32 number."""
+    TURN: tl.constexpr = 0 if GROUP == 0 else (4 if GROUP == 1 else (10 if GROUP == 2 else 6))
+    LOW: tl.constexpr = 14 if GROUP == 3 else TURN
+    code = ((word >> ((15 + TURN + lane) % 32)) & 1) << 3 | ((word >> ((8 + TURN + lane) % 32)) & 1) << 2
+    code = code | ((word >> ((7 + TURN + lane) % 32)) & 1) << 1 | ((word >> ((6 + LOW + lane) % 32)) & 1)
+    return _code(code.to(tl.int32))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import linear
 
-from .record import Form, plain_scales
+from .record import GROUP, Form, plain_codes, plain_scales
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,8 +61,9 @@ def weights_of(record: torch.Tensor, form: Form, dtype: torch.dtype = torch.floa
     for name in ("gate_up", "down"):
         w = v[name]
         if form.weights == "mxfp4":
-            code = torch.stack([w & 15, w >> 4], -1).flatten(-2)
-            scale = plain_scales(v[f"{name}_scale"], code.shape[1])
+            groups = (form.hidden if name == "gate_up" else form.width) // GROUP
+            byte, scale = plain_codes(w, groups), plain_scales(v[f"{name}_scale"], groups)
+            code = torch.stack([byte & 15, byte >> 4], -1).flatten(-2)
             value = torch.tensor(E2M1, dtype=torch.float64, device=w.device)[code.long()] * _e8m0(scale)[..., None]
             out[name] = value.flatten(1).to(dtype)
         elif form.weights == "fp8":

@@ -6,8 +6,10 @@ a product sums over is the contiguous one. Bytes between parts are zero.
 
 Weights are bf16, fp16 or fp32; `fp8` (E4M3 with one scale per block of block x block weights, as DeepSeek-V3's checkpoints and
 transformers' FP8Experts have it); `mxfp4` (E2M1, two a byte, the even element in the low nibble, with one E8M0 byte per 32; OCP
-Microscaling Formats 1.0, as gpt-oss's checkpoints have it). MXFP4's scales [rows, columns / 32] lie as [columns / 128, rows, 4], the last
-four filled up with zeros: a kernel that works on 128 columns finds each row's as one aligned word, next to the other rows'.
+Microscaling Formats 1.0, as gpt-oss's checkpoints have it). MXFP4 lies in tiles of 128 columns, the last filled up with zeros: codes as
+[columns / 128, rows, 64] bytes, scales as [columns / 128, rows, 4], so that what a program reads is one piece. 16-bit word j of a row's 64
+bytes holds the codes of columns j, 32 + j, 64 + j and 96 + j; words 2 i and 2 i + 1 share 32 bits, in which the bits of a code (sign,
+exponent, mantissa: 3 to 0) lie where a rotation by PLACES brings them to bits 15, 8, 7 and 6 of their word, the place of BF16's.
 """
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import torch
 
 from ...errors import ShapeError, UnsupportedModelError
 
-LINE, PAGE, GROUP = 128, 4096, 32
+LINE, PAGE, GROUP, TILE = 128, 4096, 32, 128
 PLAIN = ("float32", "bfloat16", "float16")
 DTYPES = {**{name: getattr(torch, name) for name in PLAIN}, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e8m0fnu": torch.float8_e8m0fnu,
           "uint8": torch.uint8}
@@ -29,6 +31,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAMP = "stamp"
 MX_SCALE_MAX = 128  # kernels multiply E2M1 by scale * 2^126 in BF16; beyond it they give NaN
 MX_SCALES = ("gate_up_scale", "down_scale")
+MX_CODES = ("gate_up", "down")
+# By code of a word: how far its bits 0 to 3 lie to the left of 6, 7, 8 and 15.
+PLACES = ((0, 0, 0, 0), (4, 4, 4, 4), (10, 10, 10, 10), (14, 6, 6, 6))
 ORDER = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
 
 # One part of an expert where it lives: a tensor of any strides, or several that follow each other along the first axis (gate, up).
@@ -75,8 +80,8 @@ class Form:
         D, F, b = self.hidden, self.width, self.block
         if self.weights == "mxfp4":
             out: dict[str, tuple[str, tuple[int, ...]]] = {
-                "gate_up": ("uint8", (2 * F, D // GROUP, GROUP // 2)), "down": ("uint8", (D, F // GROUP, GROUP // 2)),
-                "gate_up_scale": ("uint8", (-(-D // 128), 2 * F, 4)), "down_scale": ("uint8", (-(-F // 128), D, 4))}
+                "gate_up": ("uint8", (-(-D // TILE), 2 * F, TILE // 2)), "down": ("uint8", (-(-F // TILE), D, TILE // 2)),
+                "gate_up_scale": ("uint8", (-(-D // TILE), 2 * F, 4)), "down_scale": ("uint8", (-(-F // TILE), D, 4))}
         else:
             dtype = "float8_e4m3fn" if self.weights == "fp8" else self.weights
             out = {"gate_up": (dtype, (2 * F, D)), "down": (dtype, (D, F))}
@@ -92,7 +97,10 @@ class Form:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that a kernel must read of one expert: padding and stamp are not among them."""
+        """Bytes that stand for one expert: neither padding nor stamp."""
+        if self.weights == "mxfp4":
+            biases = (2 * self.width + self.hidden) * (DTYPES[self.bias].itemsize if self.bias else 0)
+            return 3 * self.hidden * self.width // GROUP * (GROUP // 2 + 1) + biases
         return sum(p.nbytes for p in self.layout().parts if p.name != STAMP)
 
 
@@ -128,10 +136,9 @@ class RecordLayout:
                 raise UnsupportedModelError("gate and up differ in dtype or width", where=name, expected="two matrices of one kind",
                                             do="use a supported model")
             shapes[name] = (dtype, (sum(t.shape[0] for t in pieces(piece)), *first.shape[1:]) if rest else tuple(first.shape))
-        for name in MX_SCALES:
-            if name in shapes and shapes[name][0] == "uint8":
-                rows, groups = shapes[name][1]
-                shapes[name] = ("uint8", (-(-groups // 4), rows, 4))
+        for name, (dtype, shape) in shapes.items():
+            if _tiled(name, dtype):
+                shapes[name] = ("uint8", (-(-shape[1] // 4), shape[0], 4 if name in MX_SCALES else TILE // 2))
         return cls._build(shapes)
 
     def form(self) -> Form:
@@ -142,7 +149,8 @@ class RecordLayout:
             scale = got["gate_up_scale"].dtype if "gate_up_scale" in got else ""
             bias = got["gate_up_bias"].dtype if "gate_up_bias" in got else ""
             if gate_up.dtype == "uint8":
-                form = Form("mxfp4", down.shape[0], gate_up.shape[0] // 2, bias)
+                hidden, width = down.shape[1], gate_up.shape[1] // 2
+                form = Form("mxfp4", hidden, width, bias)
             elif gate_up.dtype == "float8_e4m3fn":
                 hidden, width = down.shape
                 form = Form("fp8", hidden, width, bias, scale, _block(hidden, width, got["gate_up_scale"].shape, got["down_scale"].shape))
@@ -206,32 +214,71 @@ def _block(hidden: int, width: int, gate_up: tuple[int, ...], down: tuple[int, .
     raise ValueError("no block size")
 
 
+def _tiled(name: str, dtype: str) -> bool:
+    return dtype == "uint8" and name in MX_SCALES + MX_CODES
+
+
 def plain_scales(lying: torch.Tensor, groups: int) -> torch.Tensor:
     """MXFP4 scales [columns / 128, rows, 4] as [rows, groups]."""
     return lying.permute(1, 0, 2).flatten(1)[:, :groups]
 
 
+def plain_codes(lying: torch.Tensor, groups: int) -> torch.Tensor:
+    """MXFP4 codes [columns / 128, rows, 64] as [rows, groups, 16] bytes, the even element in the low nibble."""
+    words = _turned(lying.contiguous().view(torch.int32), back=True)
+    return words.view(torch.uint8).unflatten(-1, (16, 4)).permute(1, 0, 3, 2).flatten(1, 2)[:, :groups]
+
+
+def tiled_codes(plain: torch.Tensor) -> torch.Tensor:
+    """The way there: [rows, groups, 16] as [columns / 128, rows, 64]."""
+    whole = torch.nn.functional.pad(plain, (0, 0, 0, -plain.shape[1] % 4)).unflatten(1, (-1, 4))
+    # Byte i of each of four groups: the codes of a word.
+    return _turned(whole.permute(1, 0, 3, 2).flatten(-2).contiguous().view(torch.int32), back=False).view(torch.uint8)
+
+
+def _turned(words: torch.Tensor, *, back: bool) -> torch.Tensor:
+    """Bits of 32-bit words of codes to where kernels want them, or back: every bit goes to a place of its own, so halves can go alone."""
+    low, high = _tables(back, words.device)
+    return low[(words & 0xFFFF).long()] | high[((words >> 16) & 0xFFFF).long()]
+
+
+@lru_cache
+def _tables(back: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the 65,536 values of the low and of the high 16 bits of a word become."""
+    places = [(8 * q + 4 * lane + bit, ((6, 7, 8, 15)[bit] + 16 * lane + PLACES[q][bit]) % 32)
+              for lane in range(2) for q in range(4) for bit in range(4)]
+    value, out = torch.arange(1 << 16), []
+    for half in (0, 16):
+        table = torch.zeros(1 << 16, dtype=torch.int64)
+        for a, b in places:
+            source, to = (b, a) if back else (a, b)
+            if half <= source < half + 16:
+                table |= ((value >> (source - half)) & 1) << to
+        out.append(torch.where(table >= 1 << 31, table - (1 << 32), table).to(torch.int32).to(device))
+    return out[0], out[1]
+
+
 def _copy(name: str, piece: Piece, view: torch.Tensor, *, out: bool) -> None:
     """Bits of the pieces to the view, or back. As integers: no copy may quieten a NaN or change a denormal."""
     bits, at = view.view(BITS[view.dtype.itemsize]), 0
-    scales = name in MX_SCALES and view.dtype == torch.uint8
-    shape = (view.shape[1], pieces(piece)[0].shape[1]) if scales else view.shape
+    tiled = _tiled(name, str(view.dtype).removeprefix("torch."))
+    groups = pieces(piece)[0].shape[1] if tiled else 0
+    shape = (view.shape[1], groups, GROUP // 2)[: 2 + (name in MX_CODES)] if tiled else view.shape
     if sum(t.shape[0] if t.dim() else 1 for t in pieces(piece)) != (shape[0] if shape else 1):
         raise ShapeError(f"{name} has {[tuple(t.shape) for t in pieces(piece)]}", where="experts", expected=str(tuple(shape)),
                          do="experts of one store are of one shape")
     for t in pieces(piece):
-        if t.dtype != view.dtype or t.shape[1:] != shape[1:] or (scales and -(-t.shape[1] // 4) != view.shape[0]):
+        if t.dtype != view.dtype or t.shape[1:] != shape[1:] or (tiled and -(-groups // 4) != view.shape[0]):
             raise ShapeError(f"{name} is {t.dtype} {tuple(t.shape)}", where="experts", expected=f"{view.dtype} {tuple(shape)}",
                              do="experts of one store are of one shape and dtype")
         theirs = t.detach().view(bits.dtype)
-        if scales:
-            ours, whole = bits[:, at : at + len(t)], t.shape[1] // 4
-            pairs = [(ours[:whole], theirs[:, : 4 * whole].unflatten(1, (whole, 4)).permute(1, 0, 2))] if whole else []
-            pairs += [(ours[whole, :, : t.shape[1] % 4], theirs[:, 4 * whole :])] if t.shape[1] % 4 else []
+        mine = bits[:, at : at + len(t)] if tiled else bits[at : at + len(t)] if t.dim() else bits
+        if not tiled:
+            theirs.copy_(mine) if out else mine.copy_(theirs)
+        elif out:
+            theirs.copy_(plain_codes(mine, groups) if name in MX_CODES else plain_scales(mine, groups))
+        elif name in MX_CODES:
+            mine.copy_(tiled_codes(theirs))
         else:
-            pairs = [(bits[at : at + len(t)], theirs)] if t.dim() else [(bits, theirs)]
-        for mine, other in pairs:
-            other.copy_(mine) if out else mine.copy_(other)
+            mine.copy_(torch.nn.functional.pad(theirs, (0, -groups % 4)).view(len(t), -1, 4).permute(1, 0, 2))
         at += len(t) if t.dim() else 0
-    if scales and not out and view.shape[0] * 4 != pieces(piece)[0].shape[1]:
-        bits[-1, :, pieces(piece)[0].shape[1] % 4 :] = 0
