@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from ..errors import ConfigError, PeerError
 from ..runtime import REAL, Runtime
 
 Scalar = str | int | float | bool | None
+PAUSE = 2e-3  # seconds between two looks at the store
 DEADLINE = 60.0  # seconds that ranks wait for each other when they attach
 
 
@@ -77,19 +77,23 @@ class Group:
         names = [f"{number}/{r}" for r in range(self.size)]
         try:
             self._store.set(names[self.rank], word)
-            for name in names:
-                self._store.wait([name], timedelta(seconds=max(1e-3, end - self._runtime.now())))
+            # Asked and not waited for: an exception of the store takes up to a second to be made.
+            while not self._store.check(names):
+                if self._runtime.now() > end:
+                    raise self._absent(names, deadline)
+                self._runtime.sleep_until(self._runtime.now() + PAUSE)
             return [self._store.get(name) for name in names]
         except RuntimeError as e:
-            raise PeerError(f"no word of theirs within {deadline:g} s", ranks=self._silent(names), where=f"group {self.axis}",
-                            do="see what became of these ranks; all ranks must attach, and in one order") from e
+            raise self._absent(names, deadline) from e
 
-    def _silent(self, names: list[str]) -> tuple[int, ...]:
-        """Ranks whose word is not there; the ranks of a store that is gone are all silent."""
+    def _absent(self, names: list[str], deadline: float) -> PeerError:
+        """Names the ranks whose word is not there; when the store is gone, all others."""
         try:
-            return tuple(r for r, name in enumerate(names) if not self._store.check([name]))
+            silent = tuple(r for r, name in enumerate(names) if not self._store.check([name]))
         except RuntimeError:
-            return tuple(r for r in range(self.size) if r != self.rank)
+            silent = tuple(r for r in range(self.size) if r != self.rank)
+        return PeerError(f"no word of theirs within {deadline:g} s", ranks=silent, where=f"group {self.axis}",
+                         do="see what became of these ranks; all ranks must attach, and in one order")
 
     def agree(self, subject: str, facts: Mapping[str, Scalar], deadline: float = DEADLINE, among: Sequence[int] = ()) -> None:
         """Refuse to go on where two ranks differ. Collective. Raises ConfigError on every rank, with each fact that differs; PeerError.

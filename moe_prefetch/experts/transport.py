@@ -4,7 +4,8 @@ A transport carries an exchange in two halves (`health.OUT`, `health.BACK`): wri
 """
 from __future__ import annotations
 
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from ..errors import DeadlineError, PeerError
 from ..kernels.dispatch.naive import all_to_all
 from ..runtime import Runtime
 
-ROLL_CALL = 0.07  # share of the deadline that is left to ask who is still there when a collective has failed
+ROLL_CALL = 0.1  # share of the deadline that is kept to ask who is still there when a collective has failed
 
 
 class Transport(Protocol):
@@ -68,7 +69,7 @@ class Collective:
     def receive(self, half: int) -> list[torch.Tensor]:
         start = self._runtime.now()
         try:
-            all_to_all(self._out[half], self._in[half], self._group.process_group, self._deadline, self._far)
+            self._wait(all_to_all(self._out[half], self._in[half], self._group.process_group, self._far), start)
         except RuntimeError as e:
             self._broken = self._roll_call(start)
             raise self._broken from e
@@ -79,10 +80,23 @@ class Collective:
             self.waits.transfer = spent
         return list(self._in[half])
 
+    def _wait(self, work: Any, start: float) -> None:
+        end, pause, now = start + self._deadline * (1 - ROLL_CALL), 0.0, self._runtime.now
+        if work is None:
+            return
+        # Looked at and not waited for: torch takes up to a second to make the exception of a wait that ends.
+        while self._out[0].device.type == "cpu" and not work.is_completed():
+            if now() > end:
+                raise RuntimeError("the collective did not end in time")
+            self._runtime.sleep_until(now() + pause)
+            pause = min(pause + 5e-6, 2e-4)
+        work.wait(timedelta(seconds=max(1e-3, end - now())))
+
     def _roll_call(self, start: float) -> DeadlineError:
-        left = start + self._deadline * (1 + ROLL_CALL) - self._runtime.now()
+        left = start + self._deadline - self._runtime.now()
         try:
-            self._group.gather(b"here", max(left, self._deadline * ROLL_CALL))
+            # At least that long: every rank asks at about the same time.
+            self._group.gather(b"here", max(left, self._deadline * ROLL_CALL / 2))
         except PeerError as e:
             return PeerError(f"nothing came within {self._deadline:g} s", ranks=e.ranks, where=f"group {self._group.axis}, collective",
                              expected="every rank in every layer, with or without tokens",

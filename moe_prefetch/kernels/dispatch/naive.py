@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -135,16 +134,13 @@ def combine_rows(rows_TKD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch
 
 
 # by collectives -------------------------------------------------------------------------------------------------------------
-def all_to_all(out_RB: torch.Tensor, in_RB: torch.Tensor, process_group: Any, seconds: float, far: Sequence[bool] = ()) -> None:
+def all_to_all(out_RB: torch.Tensor, in_RB: torch.Tensor, process_group: Any, far: Sequence[bool] = ()) -> Any:
     """Message r of out_RB to rank r, and its into in_RB; `far`: only with these ranks, whose messages alone are in the buffers.
 
-    Sizes are static, so nothing is told beforehand. Raises RuntimeError: it failed, or took longer than `seconds`.
+    Sizes are static, so nothing is told beforehand. Returns torch's handle to wait for; None where there is no group.
     """
     if process_group is None:
         in_RB.copy_(out_RB)
-        return
-    nbytes = out_RB.shape[1]
-    splits = [nbytes if f else 0 for f in far] if far else None
-    work = dist.all_to_all_single(in_RB.view(-1), out_RB.view(-1), splits, splits, group=process_group, async_op=True)
-    if not work.wait(timedelta(seconds=seconds)):
-        raise RuntimeError("the collective did not end")
+        return None
+    splits = [out_RB.shape[1] if f else 0 for f in far] if far else None
+    return dist.all_to_all_single(in_RB.view(-1), out_RB.view(-1), splits, splits, group=process_group, async_op=True)
