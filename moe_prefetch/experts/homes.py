@@ -1,4 +1,4 @@
-"""Homes in memory, `local` and `host`: every record at an address that never changes, built without ever holding two copies."""
+"""Homes in memory, `local`, `host` and `peer`: every record at an address that never changes, built without ever holding two copies."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from ..distributed.groups import DEADLINE
+from ..distributed.symmetric import SymmetricMemory
 from ..errors import ShapeError, UnsupportedModelError
 from ..kernels.expert_mlp.record import LINE, MX_SCALE_MAX, MX_SCALES, Piece, RecordLayout, pieces
 from ..runtime import Runtime
@@ -28,11 +30,15 @@ class YieldingSource(ExpertSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Memory of one layer's records: what this process fills, and for every rank where a kernel of this process reads that rank's."""
+    """Memory of one layer's records: what this process fills, and for every rank where a kernel of this process reads that rank's.
+
+    views   the ranks' memory as tensors, uint8, for homes that can show it; only the own is ever written
+    """
 
     mine: torch.Tensor
     bases: tuple[int, ...]
     release: Callable[[], None] = field(default=lambda: None, repr=False)
+    views: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
 
 class Home(Protocol):
@@ -42,7 +48,13 @@ class Home(Protocol):
     rank: int
 
     def allocate(self, nbytes: int) -> Block:
-        """Raises MemoryError."""
+        """Raises MemoryError; where ranks share memory it is collective, and raises PeerError: some rank did not come."""
+
+    def agree(self, facts: Mapping[str, str | int]) -> None:
+        """Before any record is made. Raises ConfigError: ranks of this home differ in them."""
+
+    def settle(self) -> None:
+        """Return when the records of every rank are there. Raises PeerError: some rank's are not."""
 
 
 class LocalHome:
@@ -57,11 +69,17 @@ class LocalHome:
         memory = _on_line(self._runtime.allocate_on(nbytes + LINE, self._device), nbytes)
         return Block(memory, (memory.data_ptr(),))
 
+    def agree(self, facts: Mapping[str, str | int]) -> None:
+        """There is one rank."""
+
+    def settle(self) -> None:
+        """There is one rank."""
+
 
 class PeerHome(LocalHome):
     """Memory of another GPU of this process, which kernels of `reader` read in place. Raises UnsupportedModelError where they can't.
 
-    Between processes a peer's block is mapped by symmetric memory instead: a `Home` of its own, whose blocks have every rank's base.
+    Between processes it is `SharedHome`.
     """
 
     name = "peer"
@@ -73,13 +91,40 @@ class PeerHome(LocalHome):
                                         do="use home: host")
 
 
-class HostHome:
+class SharedHome:
+    """Memory that the ranks of one host share: each holds the experts it owns and reads the others' in place, over NVLink between GPUs.
+
+    Every call is collective: all ranks make their stores in one order. Raises UnsupportedModelError: ranks on several hosts.
+    """
+
+    name = "peer"
+
+    def __init__(self, memory: SymmetricMemory, deadline: float = DEADLINE) -> None:
+        if len(memory.places) < memory.group.size:
+            raise UnsupportedModelError(f"ranks {memory.group.ranks} are on several hosts", where="experts",
+                                        expected="a group within one host", do="use home: host, or a smaller expert group")
+        self._memory, self._deadline, self.rank = memory, deadline, memory.rank
+
+    def allocate(self, nbytes: int) -> Block:
+        block = self._memory.allocate(nbytes, self._deadline)
+        return Block(block.mine[:nbytes], block.bases, views=block.views)
+
+    def agree(self, facts: Mapping[str, str | int]) -> None:
+        self._memory.group.agree("expert records", facts, self._deadline)
+
+    def settle(self) -> None:
+        if self._memory.group.size > 1 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._memory.group.gather(b"records are there", self._deadline)
+
+
+class HostHome(LocalHome):
     """Page-locked memory of the CPU, which kernels of every GPU of this process read in place over PCIe."""
 
-    name, rank = "host", 0
+    name = "host"
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        super().__init__("cpu", runtime)
 
     def allocate(self, nbytes: int) -> Block:
         memory = _on_line(self._runtime.allocate(nbytes + LINE), nbytes)
@@ -92,7 +137,7 @@ def _on_line(raw: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 class MemoryStore:
-    """Homes `local` and `host` (and `peer`, through a `Home` of that kind): every record in memory, at an address that never changes.
+    """Records in memory, at addresses that never change, in whatever `Home`.
 
     Each rank of the home holds `source.num_experts` consecutive experts of a layer. Made layer by layer, and the source gives back each
     layer that has become records, so there are never two copies of more than one layer. `peak_bytes` says for each device the most that
@@ -112,6 +157,8 @@ class MemoryStore:
         theirs = str(pieces(first["gate_up"])[0].device)
         del first
         size = source.num_experts * self.layout.nbytes
+        home.agree({"layers": self.num_layers, "experts of a rank": source.num_experts, "weights": weights, "form": str(self.form),
+                    "bytes of a record": self.layout.nbytes})
         try:
             for layer in range(self.num_layers):
                 self.blocks.append(home.allocate(size))
@@ -128,6 +175,7 @@ class MemoryStore:
                         progress(layer * source.num_experts + expert + 1, self.num_layers * source.num_experts)
                 held -= source.held_bytes(layer)
                 source.forget(layer)
+            home.settle()
         except BaseException:
             self.close()
             raise
@@ -161,11 +209,15 @@ class MemoryStore:
         return self.blocks[layer].bases[rank] + local * self.layout.nbytes
 
     def buffer(self, layer: int, expert: int) -> torch.Tensor:
-        """The record itself, a uint8 tensor. Raises ShapeError: another rank holds it."""
-        if not 0 <= expert - self._first < self.source.num_experts:
+        """The record itself, a uint8 tensor; another rank's is for reading. Raises ShapeError: a rank holds it that does not show it."""
+        rank, local = divmod(expert, self.source.num_experts)
+        if rank == self.home.rank:
+            return self._slot(layer, local)
+        views = self.blocks[layer].views
+        if not 0 <= rank < len(views):
             raise ShapeError(f"expert {expert} is held by another rank", where=f"layer {layer}",
                              expected=f"{self._first} to {self._first + self.source.num_experts - 1}", do="read it at its address")
-        return self._slot(layer, expert - self._first)
+        return views[rank][local * self.layout.nbytes : (local + 1) * self.layout.nbytes]
 
     def close(self) -> None:
         """The weights back to the source, the memory to the system, layer by layer. Calling it again does nothing."""

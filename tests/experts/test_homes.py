@@ -24,12 +24,11 @@ KINDS = [*CLASSES, *(f"{k}_t" for k in CLASSES), "linears", "linears_t", "linear
 GUARD = 0xA5
 
 
-class GuardedHome:
+class GuardedHome(LocalHome):
     """A home whose blocks lie between guard bytes."""
 
-    name, rank = "local", 0
-
     def __init__(self) -> None:
+        super().__init__("cpu", REAL)
         self.raw: list[torch.Tensor] = []
         self.released = 0
 
