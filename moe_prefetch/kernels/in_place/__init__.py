@@ -1,0 +1,1 @@
+"""Reading memory where it is: what the measurement of links needs of a kernel."""
