@@ -89,20 +89,22 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
             acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
             s_R = next_R
     else:
-        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for every group.
-        j_J = tl.arange(0, 32)
+        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py).
+        j_J, k_K = tl.arange(0, 32), tl.arange(0, 128)
         w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
-        x_JT = x_ptr + x_T[None, :] + j_J[:, None]
+        x_KT = x_ptr + x_T[None, :] + k_K[:, None]
         scale_R = part(address, SCALE_AT, tl.int32) + row_R
         for k in tl.range(0, N, 128, num_stages=STAGES):
             w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
             s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
-            for i in tl.static_range(4):
-                if N % 128 == 0 or N % 128 > i * 32:
-                    x = tl.load(x_JT + (k + i * 32), cache_modifier=".cg")
-                else:
-                    x = tl.load(x_JT + (k + i * 32), mask=(x_T >= 0)[None, :] & (k + i * 32 < N), other=0.0, cache_modifier=".cg")
-                acc_RT = product(e2m1(w, factor(s_R, i)[:, None], i), x, acc_RT)
+            if N % 128 == 0:
+                x = tl.load(x_KT + k, cache_modifier=".cg")
+            else:
+                x = tl.load(x_KT + k, mask=k_K[:, None] < N - k, other=0.0, cache_modifier=".cg")
+            low_RJ2 = tl.join(e2m1(w, factor(s_R, 0)[:, None], 0), e2m1(w, factor(s_R, 1)[:, None], 1))
+            high_RJ2 = tl.join(e2m1(w, factor(s_R, 2)[:, None], 2), e2m1(w, factor(s_R, 3)[:, None], 3))
+            w_RK = tl.join(low_RJ2, high_RJ2).permute(0, 3, 2, 1).reshape(R, 128)
+            acc_RT = product(w_RK, x, acc_RT)
     return acc_RT
 
 
