@@ -247,7 +247,7 @@ def publish(d: Device, layer: int, step: int, expert: int, slot: int, generation
     yield Cas(d.claim(layer, expert), claim_word(step, MOVING), claim_word(step, DONE))
 
 
-def withdraw(d: Device, layer: int, step: int, word: int, state: int) -> Actor:
+def withdraw(d: Device, layer: int, step: int, word: int, state: int) -> Generator[Any, Any, bool]:
     """Take back a move that no mover has started, for `state` (READING or CANCELLED); returns whether it could. The slot is FREE again."""
     expert, slot, generation = move_of(word)
     mine = (yield Cas(d.claim(layer, expert), claim_word(step, QUEUED), claim_word(step, state))) == claim_word(step, QUEUED)

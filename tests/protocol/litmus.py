@@ -4,8 +4,8 @@ What is weak: a plain store, and a copied piece of a record, is seen by others s
 in any order; a load through L1 may return whatever that multiprocessor has once seen there. Atomics, releases and acquires are ordered.
 
 What is checked at every step, whatever the order (`RuleError` names it): a read returns the bytes of its expert, of its epoch; nobody
-writes a slot that is leased; the bytes of a missing expert cross the link once; only the mover that holds a claim publishes, and only the slot
-that it was given; somebody can always go on.
+writes a slot that is leased; the bytes of a missing expert cross the link once; only the mover that holds a claim publishes, and only
+the slot that it was given; somebody can always go on.
 """
 from __future__ import annotations
 
