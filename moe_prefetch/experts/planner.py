@@ -8,7 +8,8 @@ use(x)   P(x is used at the target step), from the forecast; the recent load whe
 keep(x)  what x in a slot is worth for the steps after: its recent load times KEEP / 16, or what the source of the forecasts knows
 
 The terms: a useful move saves one miss; a useless one costs the link WASTE/16 of a miss; throwing out v costs its own use, now
-and later. Moves are taken best first while they gain; the budget bounds bytes in flight at the target's deadline.
+and later. Moves are taken best first while they gain; the budget bounds what each link can bring before the target layer starts, and the
+bytes that may be moved in vain. An expert that is not worth a slot is read in place. `kernels/plan` is the same law on a GPU, bit for bit.
 """
 from __future__ import annotations
 
@@ -23,10 +24,24 @@ HYSTERESIS = PROB_ONE // 16  # gain below which a slot is left alone
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Bounds of one plan. `moves`: how many records the link can bring before the target layer's deadline."""
+class Link:
+    """One way to homes. Times are ticks of any one length."""
 
-    moves: int
+    time: int = 0    # what a record takes on it alone; 0: not known, no bound
+    queued: int = 0  # work that it has already
+    worth: int = 16  # what a miss over it costs, in sixteenths of one over the dearest link
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bounds of one plan. Left out, they bound nothing."""
+
+    moves: int                           # most moves
+    window: int = 0                      # the layer clock: ticks until the target layer starts; 0: not known
+    waste: int = -1                      # records that may be moved in vain, as expected now, in units of 1/PROB_ONE; -1: any number
+    links: tuple[Link, ...] = (Link(),)
+    link_E: tuple[int, ...] = ()         # which link an expert's home is behind; -1: its home is this memory; empty: all behind link 0
+    first: int = 0                       # the link that goes first: another on each rank, so that no home serves two while one is idle
 
 
 def _scores(residency: Residency, use_E: tuple[int, ...], keep_E: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -37,19 +52,33 @@ def _scores(residency: Residency, use_E: tuple[int, ...], keep_E: tuple[int, ...
 def plan_value(residency: Residency, forecast: Forecast, budget: Budget, keep_E: tuple[int, ...] = ()) -> Plan:
     """The value plan: what every forecast (stale gate, probe, oracle) is spent by. Ties go to the lower expert and slot."""
     use, score = _scores(residency, forecast.prob_E, keep_E)
+    link = budget.link_E or (0,) * len(use)
+    worth = [budget.links[k].worth if k >= 0 else 0 for k in link]
     resident = {s.expert for s in residency.slots if s.expert >= 0}
-    gain = {e: score[e] - (PROB_ONE - use[e]) * WASTE // 16 for e in range(len(use)) if e not in resident}
+    gain = {e: (score[e] - (PROB_ONE - use[e]) * WASTE // 16) * worth[e] >> 4
+            for e in range(len(use)) if e not in resident and link[e] >= 0}
     # A fetch ahead must pay by its own use; one that would only be kept for later can wait for its demand.
     candidates = sorted((e for e in gain if use[e] * 16 > (PROB_ONE - use[e]) * WASTE), key=lambda e: (-gain[e], e))
     # A FILLING slot can't be planned: its mover owns it.
-    victims = sorted((score[s.expert] if s.state is SlotState.READY else 0, i)
+    victims = sorted((score[s.expert] * worth[s.expert] >> 4 if s.state is SlotState.READY else 0, i)
                      for i, s in enumerate(residency.slots) if s.state is not SlotState.FILLING)
-    moves = []
-    for expert, (cost, slot) in zip(candidates[: budget.moves], victims, strict=False):
-        if gain[expert] - cost <= HYSTERESIS:
+    room = [max(0, budget.window - k.queued) // k.time if budget.window and k.time else len(use) for k in budget.links]
+    waste = 0
+    moves: list[tuple[int, int, Move]] = []
+    for expert in candidates:
+        k, number = link[expert], len(moves)
+        if room[k] <= 0:
+            continue
+        waste += PROB_ONE - use[expert]
+        if number >= min(budget.moves, len(victims)) or gain[expert] - victims[number][0] <= HYSTERESIS or 0 <= budget.waste < waste:
             break
-        moves.append(Move(residency.layer, expert, slot, residency.slots[slot].generation + 1))
-    return Plan(residency.layer, forecast.step, tuple(moves))
+        room[k] -= 1
+        slot = victims[number][1]
+        turn = sum(link[m.expert] == k for _, _, m in moves)
+        move = Move(residency.layer, expert, slot, residency.slots[slot].generation + 1)
+        moves.append((turn, (k - budget.first) % len(budget.links), move))
+    # Links take turns, from `first` on; each brings its dearest first.
+    return Plan(residency.layer, forecast.step, tuple(m for _, _, m in sorted(moves, key=lambda m: m[:2])))
 
 
 def plan_nothing(residency: Residency, forecast: Forecast, budget: Budget, keep_E: tuple[int, ...] = ()) -> Plan:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_prefetch.experts.planner import HYSTERESIS, POLICIES, WASTE, Budget, admit_lru, admit_value, cancellable, plan_value
+from moe_prefetch.experts.planner import HYSTERESIS, POLICIES, WASTE, Budget, Link, admit_lru, admit_value, cancellable, plan_value
 from moe_prefetch.types import PROB_ONE, Forecast, Move, Residency, SlotState, SlotView
 
 PROB = st.integers(0, PROB_ONE)
@@ -185,3 +185,55 @@ def test_cancellable():
     edge = -(-PROB_ONE * WASTE // (16 + WASTE))
     assert cancellable(moves, Forecast(0, 0, 1, (edge - 1, edge + 1, 0))) == (moves[0], moves[2])
     assert cancellable(moves, Forecast(0, 0, 1, ())) == ()
+
+
+CERTAIN = (PROB_ONE,) * 6
+
+
+def plan_of(budget: Budget, prob: tuple[int, ...] = CERTAIN, slots: int = 4) -> list[int]:
+    return [m.expert for m in plan_value(Residency(0, ready(*[-1] * slots), (0,) * len(prob)), Forecast(0, 0, 2, prob), budget).moves]
+
+
+def test_a_link_brings_what_it_can_before_the_layer_starts() -> None:
+    for window, queued, want in ((100, 0, 3), (99, 0, 3), (100, 50, 1), (29, 0, 0), (30, 40, 0), (0, 40, 4)):
+        assert len(plan_of(Budget(9, window=window, links=(Link(30, queued),)))) == want
+    # One link's queue does not hold up another.
+    assert plan_of(Budget(9, window=60, links=(Link(30, 60), Link(20)), link_E=(0, 1, 0, 1, 1, 1))) == [1, 3, 4]
+
+
+def test_no_more_is_moved_in_vain_than_allowed() -> None:
+    doubtful = (PROB_ONE * 3 // 4,) * 6
+    for waste, want in ((-1, 4), (0, 0), (PROB_ONE // 4, 1), (PROB_ONE // 2 - 1, 1), (PROB_ONE // 2, 2), (PROB_ONE * 9, 4)):
+        assert len(plan_of(Budget(9, waste=waste), doubtful)) == want
+    assert len(plan_of(Budget(9, waste=0))) == 4
+
+
+def test_an_expert_that_is_not_worth_a_slot_is_read_in_place() -> None:
+    """Bypass: a near miss over a fast link, against a slot whose expert is dear to bring back."""
+    residency = Residency(0, ready(0), (0, 0))
+    forecast = Forecast(0, 0, 2, (PROB_ONE // 2, PROB_ONE))
+    assert plan_value(residency, forecast, Budget(1)).moves != ()
+    assert plan_value(residency, forecast, Budget(1, links=(Link(), Link(worth=8)), link_E=(0, 1))).moves == ()
+    assert plan_value(residency, forecast, Budget(1, links=(Link(),), link_E=(0, -1))).moves == ()
+    # What lies in this memory anyway is the first to go.
+    three = Residency(0, ready(0, 1), (0, 0, 0)), Forecast(0, 0, 2, (PROB_ONE,) * 3)
+    assert plan_value(*three, Budget(1, link_E=(0, -1, 0))).moves[0].slot == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_no_home_serves_two_readers_while_another_is_idle(ranks: int) -> None:
+    """Every rank pulls as much from every other: in each turn the homes are all different."""
+    each = 3
+    orders = []
+    for rank in range(ranks):
+        link_E = tuple(-1 if e % ranks == rank else (e % ranks - rank - 1) % ranks for e in range(ranks * each))
+        # A rank's link k is the home k + 1 places on, so that all ranks begin with another one.
+        moves = plan_of(Budget(99, links=(Link(),) * (ranks - 1), link_E=link_E), (PROB_ONE,) * (ranks * each), (ranks - 1) * each)
+        orders.append([e % ranks for e in moves])
+    for turn in zip(*orders, strict=True):
+        assert len(set(turn)) == ranks
+    # The same with links that are numbered by home, and `first` set.
+    for rank, order in enumerate(orders):
+        link_E = tuple(-1 if e % ranks == rank else e % ranks for e in range(ranks * each))
+        budget = Budget(99, links=(Link(),) * ranks, link_E=link_E, first=(rank + 1) % ranks)
+        assert [e % ranks for e in plan_of(budget, (PROB_ONE,) * (ranks * each), (ranks - 1) * each)] == order
