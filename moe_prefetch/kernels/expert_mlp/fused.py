@@ -46,6 +46,7 @@ from .record import Form
 
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
+PROCESSORS = 132  # of a large chip
 CHUNK = 256  # tokens that `plan` looks at together
 SMALL = 8  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
 
@@ -293,17 +294,27 @@ def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
     return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
 
+def share(programs: int) -> float:
+    """What share of a large chip's processors is busy, on average, when all programs take equally long."""
+    return programs / (-(-programs // PROCESSORS) * PROCESSORS)
+
+
 def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Tile:
     """How `gate_up` or `down` is cut up. Steps must not reach over a block of fp8 or a tile of mxfp4."""
     n = width(form, tokens, top_k, experts)
     all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
-    programs = all_rows // 128 * items_of(tokens, top_k, experts, n)
+    items = items_of(tokens, top_k, experts, n)
+    wide, narrow = (-(-all_rows // rows) * items for rows in (128, 64))
+    # Fewer instructions a weight with 128 rows, better spread of few programs with 64; and few programs need more in flight each.
+    rows = 128 if wide >= 2 * PROCESSORS or share(wide) + 0.05 >= share(narrow) else 64
+    few = (wide if rows == 128 else narrow) <= PROCESSORS
     if form.weights == "mxfp4":
-        return Tile(n, 128 if programs >= 264 or n > 32 else 64, 128, 8 if n == 128 else 4, 4 if n <= 32 else 3, 4 if n >= 64 else 1)
+        return Tile(n, rows if n <= 32 else 128, 128, 8 if n == 128 else 4, 4 if n <= 32 else 3, 4 if n >= 64 else 1)
     if form.weights == "fp8":
         return Tile(n, 128, min(128, form.block), 8 if n == 64 else 4, 3, 4 if n == 64 else 1)
     if n <= 32:
-        return Tile(n, 128 if programs >= 264 else 64, 128 if columns % 128 == 0 or columns % 64 else 64, 4, 3 if programs >= 264 else 4)
+        deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
+        return Tile(n, rows, 128 if columns % 128 == 0 or columns % 64 else 64, 4, deep)
     return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 3, 4)
 
 
