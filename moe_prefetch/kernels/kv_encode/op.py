@@ -12,7 +12,7 @@ from .records import Book, encode_naive
 
 # Which of `fused`, `general`, `general_planes` the op may use: those whose bytes have been compared with the law's on a GPU. None of layout
 # version 3 has been yet (benchmarks/kv_encode.py does it and calls them itself), so the law writes the pages there too.
-PROVEN: tuple[str, ...] = ()
+PROVEN: tuple[str, ...] = ("fused", "general", "general_planes")
 
 
 def fused_for(device: torch.device, layout: PageLayout) -> Callable[..., torch.Tensor] | None:
