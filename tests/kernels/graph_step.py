@@ -50,7 +50,8 @@ class Step:
         self.t = Tables(at.clone(), at, torch.zeros(layers, slots, dtype=torch.int64, device="cuda"),
                         torch.zeros(layers, slots, dtype=torch.int64, device="cuda"), i32(layers), i32(layers, experts), i32(layers, slots),
                         i32(layers, slots), i32(layers, experts), i32(layers, experts),
-                        torch.tensor([[0, 0, 16]], dtype=torch.int32).cuda(), torch.tensor([[slots, 0, -1]] * layers, dtype=torch.int32).cuda(), i32(1, value=1))
+                        torch.tensor([[0, 0, 16]], dtype=torch.int32).cuda(),
+                        torch.tensor([[slots, 0, -1]] * layers, dtype=torch.int32).cuda(), i32(1, value=1))
         self.rows = [i32(1, value=n) for n in range(layers)]
         self.demand, self.next_demand = (torch.zeros(layers, experts, dtype=torch.bool, device="cuda") for _ in range(2))
         self.prob = i32(layers, experts)
