@@ -32,7 +32,7 @@ def worths(use, load, link, keep, links_ptr, KEEP: tl.constexpr, HAS_KEEP: tl.co
     return score, worth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead", "first"])
 def plan_rows(where_ptr, home_ptr, slot_ptr, queue_ptr, count_ptr, claim_ptr, taken_ptr, done_ptr, load_ptr, link_ptr, links_ptr,
               budget_ptr, step_ptr, rows_ptr, prob_ptr, keep_ptr, ahead, first, E: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
               EP: tl.constexpr, SP: tl.constexpr, KP: tl.constexpr, E_BITS: tl.constexpr, S_BITS: tl.constexpr, HAS_KEEP: tl.constexpr,
