@@ -82,6 +82,7 @@ def machine_code(name: str) -> str:
         "XC": max(16, rows),
         "SINKS": 4,
         "RING": 65,
+        "PIECES": 1,
         "SLIDING": 0,
         "SOFTCAP": 0.0,
         "PAGE_BYTES": layout.page_bytes,

@@ -105,6 +105,10 @@ CASES = {
     "sliding window within the FP16 one": dict(
         name="fp4-quality", dim=128, group=4, outliers=8, lengths=[420], sliding=20, learned_sink=True
     ),
+    "window of 1,024 tokens": dict(name="fp4-quality", dim=128, group=4, outliers=8, lengths=[1400, 700, 90], window=1024),
+    "window of 1,024 tokens, sliding, draft": dict(
+        name="fp4-quality", dim=64, group=4, outliers=4, lengths=[1400, 700], window=1024, sliding=600, draft=2
+    ),
     "soft cap, learned sink": dict(name="fp4-quality", dim=128, group=4, outliers=8, lengths=[300, 5], softcap=20.0, learned_sink=True),
 }
 

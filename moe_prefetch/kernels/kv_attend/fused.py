@@ -77,11 +77,11 @@ def attend_pages(
     scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
     KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr,
-    SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, RING: tl.constexpr, PIECES: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Partial attention: the first B N programs take the FP16 tokens of an item each, the others shares of the flat list of pages.
+    """Partial attention: the first B N PIECES programs take 128 FP16 tokens of an item each, the others shares of the flat list of pages.
 
     D = dk = dv, 64 or 128, planes, V scale per token and 64 channels. q [B, N, R, D] with R = G T rows, and as `prepare` leaves it; pool
     [P, N, PAGE_BYTES]; part FP32 [slots, R, D], ml FP32 [slots, R, 2] (maximum in log2 units, sum). A program writes slot `program + item`
@@ -100,23 +100,24 @@ def attend_pages(
         # the combine kernel may take the place of programs that have ended
         tl.extra.cuda.gdc_launch_dependents()
     items = B * N
-    programs = tl.num_programs(0) - items
-    if tl.program_id(0) < items:
+    programs = tl.num_programs(0) - items * PIECES
+    at_once = programs // 3
+    if tl.program_id(0) < items * PIECES:
+        recent = tl.program_id(0)
         attend_recent(
-            tl.program_id(0), q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-            recent_first_ptr, part_ptr, ml_ptr, span_ptr, programs + items + tl.program_id(0), t_at, scale_log2,
+            recent // PIECES, recent % PIECES, q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
+            recent_first_ptr, part_ptr, ml_ptr, span_ptr, programs + items + recent, t_at, scale_log2,
             N, R, RP, T, D, D, SINKS, RING, SLIDING, SOFTCAP)
         if PDL:
             # some program of this launch has to, so that its end is the end of `prepare` too
             tl.extra.cuda.gdc_wait()
         return
-    program = tl.program_id(0) - items
+    program = tl.program_id(0) - items * PIECES
     first_B, units_B, ends_B = _rows(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
     total = tl.max(ends_B, axis=0)
     # the FP16 tokens' programs start first: of few pages no program should have to wait for their places
-    at_once = programs // 3
-    few = tl.maximum(at_once - items, (at_once + 1) // 2)
+    few = tl.maximum(at_once - items * PIECES, (at_once + 1) // 2)
     unit = _start(program, total, at_once, few, first_64, second_64)
     end = _start(program + 1, total, at_once, few, first_64, second_64)
 
@@ -355,22 +356,25 @@ def attend(
         XC = max(16, RP)
         shape = {"N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "KC": KC, "HL": HL, "XC": XC, "SOFTCAP": softcap}
         q8, qo, qf = buffers(items, RP, KC * RP * HL, HL, D, layout.outliers, XC, dev)
-        slots = programs + 2 * items
+        pieces = -(-(sinks + ring) // 128)
+        slots = programs + items * (1 + pieces)
         part = torch.empty(slots, R, D, dtype=torch.float32, device=dev)
         ml = torch.empty(slots, R, 2, dtype=torch.float32, device=dev)
         span = torch.empty(items, 2, dtype=torch.int32, device=dev)
         prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **shape, PDL=bool(pdl), num_warps=4)
-        attend_pages[(items + programs,)](
+        attend_pages[(items * pieces + programs,)](
             q, q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml,
             span, B, table_BP.shape[1], t_at, W1, W2, scale * LOG2E,
-            BP=max(16, triton.next_power_of_2(B)), T=T, **shape, SINKS=sinks, RING=ring, SLIDING=sliding,
+            BP=max(16, triton.next_power_of_2(B)), T=T, **shape, SINKS=sinks, RING=ring, PIECES=pieces, SLIDING=sliding,
             PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"], VS_AT=at["v_scales"], KO_AT=at["k_outliers"],
             TRAILER_AT=at["trailer"], STAGES=STAGES, PDL=bool(pdl), num_warps=4,
             **({"maxnreg": FIT[RP][1]} if RP in FIT else {}), **pdl)
-        # enough programs to fill the chip, each with as many partial results in flight as an item has on average
-        parts = min(D // 32, 1 << max(1, 2 * at_once // (items * R)).bit_length() - 1)
+        # one warp for 32 channels while an item has few partial results, more of them for many
+        some = min(256, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
+        parts = min(D // 32, 1 << max(1, 2048 // (items * R)).bit_length() - 1)
+        warps = max(1, min(8, some * (D // parts) // 1024))
         combine[(items * R, parts)](
             q, q_len_B, length_B, k_mean, v_gain, lse if sink_H is None else sink_H, part, ml, span, out, lse, programs + items, t_at,
             scale * LOG2E, N=N, R=R, T=T, OUT_T=T_all, D=D, DP=D // parts, SOFTCAP=softcap, LOGIT=sink_H is not None,
-            SB=min(64, max(16, triton.next_power_of_2(programs // max(items, 1) + 1))), PDL=bool(pdl), num_warps=4, **pdl)
+            SB=some, PIECES=pieces, PP=triton.next_power_of_2(pieces), PDL=bool(pdl), num_warps=warps, **pdl)
     return out, lse

@@ -14,9 +14,9 @@ def combine(
     recent_slot, t_at, scale_log2,
     N: tl.constexpr, R: tl.constexpr, T: tl.constexpr, OUT_T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SOFTCAP: tl.constexpr, LOGIT: tl.constexpr,
-    SB: tl.constexpr, PDL: tl.constexpr,
+    SB: tl.constexpr, PIECES: tl.constexpr, PP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """DP channels of one query row: its partial results, of pages and of FP16 tokens, the learned logit. out FP32 [B, N, G, OUT_T, D]."""
+    """DP channels of one query row: partial results of pages and of FP16 tokens, the learned logit. out FP32 [B, N, G, OUT_T, D]."""
     item = tl.program_id(0) // R
     r = tl.program_id(0) % R
     n = item % N
@@ -37,10 +37,11 @@ def combine(
         tl.extra.cuda.gdc_wait()
     s0 = tl.load(span_ptr + item * 2)
     s1 = tl.load(span_ptr + item * 2 + 1)
-    row = (recent_slot + item) * R + r
-    m_recent = tl.load(ml_ptr + row * 2)
-    l_recent = tl.load(ml_ptr + row * 2 + 1)
-    recent_D = tl.load(part_ptr + row * D + d_D)
+    p_P = tl.arange(0, PP)
+    row_P = (recent_slot + item * PIECES + p_P) * R + r
+    m_P = tl.load(ml_ptr + row_P * 2, mask=p_P < PIECES, other=NONE)
+    l_P = tl.load(ml_ptr + row_P * 2 + 1, mask=p_P < PIECES, other=0)
+    recent_PD = tl.load(part_ptr + row_P[:, None] * D + d_D[None, :], mask=(p_P < PIECES)[:, None], other=0)
     m = NONE
     total = 0.0
     acc_D = tl.zeros((DP,), tl.float32)
@@ -56,12 +57,12 @@ def combine(
         m = new
         total = total * alpha + tl.sum(w_S * l_S, axis=0)
         acc_D = acc_D * alpha + tl.sum(part_SD * w_S[:, None], axis=0)
-    new = tl.maximum(m + shift, m_recent)
+    new = tl.maximum(m + shift, tl.max(m_P, axis=0))
     alpha = exp2(m + shift - new)
-    beta = exp2(m_recent - new)
+    beta_P = exp2(m_P - new)
     m = new
-    total = total * alpha + l_recent * beta
-    acc_D = acc_D * gain_D * alpha + recent_D * beta
+    total = total * alpha + tl.sum(l_P * beta_P, axis=0)
+    acc_D = acc_D * gain_D * alpha + tl.sum(recent_PD * beta_P[:, None], axis=0)
     seen = there & (total > 0)
     if LOGIT:
         logit = tl.load(logit_ptr + n * (R // T) + r // T).to(tl.float32) * 1.4426950408889634

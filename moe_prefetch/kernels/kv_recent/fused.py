@@ -10,14 +10,14 @@ from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2
 
 @triton.jit
 def attend_recent(
-    item, q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, recent_first_ptr,
+    item, piece, q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, recent_first_ptr,
     part_ptr, ml_ptr, span_ptr,
     slot, t_at, scale_log2,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr,
     SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
-    """Partial attention over an item's FP16 tokens, written to `slot`."""
+    """Partial attention over a piece of 128 of an item's FP16 tokens, written to `slot`."""
     NR: tl.constexpr = 16 if RP < 16 else RP
     b = item // N
     r_R = tl.arange(0, NR)
@@ -39,7 +39,8 @@ def attend_recent(
     acc_RV = tl.zeros((NR, DV), tl.float32)
     in_sinks = tl.minimum(length, SINKS)
     count = tl.where(length > SINKS, length - stored, length)
-    for at in tl.range(0, count if ASM else count.handle.data.item(), 64, num_stages=1):
+    end = tl.minimum(count, piece * 128 + 128)
+    for at in tl.range(piece * 128 if ASM else piece.handle.data.item() * 128, end if ASM else end.handle.data.item(), 64, num_stages=1):
         t_T = at + i_T
         there_T = t_T < count
         row_T = item * RING + (first + t_T - in_sinks) % RING
@@ -72,6 +73,6 @@ def attend_recent(
     pages = (stored + 127) // 128
     if SLIDING > 0:
         pages -= tl.minimum(tl.maximum(length - q_len - SLIDING + 1 - SINKS, 0) // 128, pages)
-    if pages == 0:
+    if (pages == 0) & (piece == 0):
         tl.store(span_ptr + item * 2, 0)
         tl.store(span_ptr + item * 2 + 1, 0)
