@@ -13,7 +13,7 @@ from ..distributed.channel import Channel
 from ..distributed.groups import Group
 from ..distributed.health import Waits
 from ..distributed.symmetric import symmetric_memory
-from ..errors import DeadlineError, PeerError
+from ..errors import DeadlineError, PeerError, UnsupportedModelError
 from ..kernels.dispatch.naive import all_to_all
 from ..runtime import Runtime
 
@@ -150,6 +150,9 @@ def open_transport(mode: str, group: Group, sizes: tuple[int, int], device: torc
     """The transport of a mode. Collective over the group. Raises UnsupportedModelError, ConfigError, MemoryError, PeerError."""
     if mode == "host":
         return Collective(group, sizes, deadline, device, runtime)
+    if device.type != "cpu":
+        raise UnsupportedModelError(f"mode {mode} on {device.type}", where="dispatch", expected="mode host or stay, or a CPU",
+                                    do="use mode host; experts.gather.Gather is its form for GPUs, not yet run on one")
     # What every rank decides alike: hosts of all ranks are known to all.
     if len(set(group.hosts(attach_deadline))) > 1:
         return Spanning(group, sizes, deadline, device, runtime, attach_deadline)

@@ -320,3 +320,50 @@ def fp8_payload(rank: int, world: int, pattern: str) -> Any:
     return {"plain": float((plain - exact).norm() / norm), "fp8": float((fp8.float() - exact).norm() / norm),
             "same": torch.equal(fp8.view(torch.int16), other.view(torch.int16)),
             "bytes": [model.open("gather", fp8=f)._message.out_bytes for f in (False, True)]}
+
+
+def device_gather(rank: int, world: int, count: str) -> Any:
+    """The Triton kernels under the interpreter, over the same shared memory."""
+    from moe_prefetch.experts.gather import Gather
+
+    tally, rng = Tally(), random.Random(7)
+    cases = [((8, 16, 8, 2, 4), "float32", 1), ((5, 40, 7, 3, 2), "float32", 3), ((6, 24, 8, 2, 3), "float16", 2)]
+    for i, (shape, dtype, rounds) in enumerate(cases):
+        extra = {0: [world - 1]} if world > 1 and i == 0 else {}
+        model = Model(Group.of(), shape, dtype, Placement.even(shape[0], world).with_replicas(extra))
+        for deterministic in (False, True):
+            spec = DispatchSpec(model.form.hidden, model.top_k, model.dtype, shape[4], deterministic)
+            gather = Gather(model.group, spec, model.placement, model.local, tokens=rounds * shape[4], device="cpu", deadline=60.0)
+            for n in range(int(count)):
+                tokens = [rng.choice((0, 1, rounds * shape[4], rng.randrange(rounds * shape[4] + 1))) for _ in range(world)]
+                batch = Batch(model, tokens, rng.choice(PATTERNS), n)
+                hidden, ids, weights = batch.of(rank)
+                got = gather(n, hidden, ids.contiguous(), weights)
+                gather.check()
+                want = share(model.single(batch), batch, rank)
+                if dtype == "float32":
+                    tally.check(f"{shape} {deterministic} {n} {tokens}", got, want, deterministic)
+                else:
+                    tally.compared += 1
+                    tally.rows += len(want)
+                    if not torch.allclose(got.float(), want.float(), rtol=4e-3, atol=4e-3):
+                        tally.wrong.append(f"{shape} {n} {(got - want).abs().max()}")
+    return tally.result()
+
+
+def device_deadline(rank: int, world: int) -> Any:
+    """The last rank does not come to the third call: the others' kernels give up, results are NaN, and `check` names it."""
+    from moe_prefetch.experts.gather import Gather
+
+    model = Model(Group.of(), (8, 16, 8, 2, 4))
+    spec = DispatchSpec(16, 2, torch.float32, 4)
+    gather = Gather(model.group, spec, model.placement, model.local, tokens=4, device="cpu", deadline=0.5)
+    batch = Batch(model, [3] * world, "balanced", 0)
+    for n in range(2):
+        gather(n, *batch.of(rank))
+        gather.check()
+    if rank == world - 1:
+        time.sleep(12)
+        return None
+    out = gather(2, *batch.of(rank))
+    return {**refusal(gather.check), "nan": bool(out.isnan().all())}

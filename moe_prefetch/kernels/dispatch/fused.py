@@ -1,0 +1,202 @@
+"""One-sided exchanges in Triton: rows straight into the memory of the ranks that need them, results straight back; nothing asks the host.
+
+`put`      one program a slot and receiver: ids and weights always, the row where one of its experts is there.
+`give`     one program a result row: back to the sender's memory.
+`gather_sums`, `gather_rows`  the sums of all ranks in ascending order; or each expert's row, for a sum over experts.
+
+In `put` and `give` the program that finishes last (counted with acquire and release order) raises the rank's flag at every receiver with
+release order at system scope, and waits there for everybody's: no program waits that others of its launch are still behind. The number of
+the exchange lives on the device, so replays of a graph need no reset. A wait ends at the deadline: the late ranks become bits of `failed`,
+no later wait waits, and results are NaN.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..expert_mlp.fused_elements import ASM, entry, narrow, part, wide
+from .planes import ARRIVED, BACK, GIVE_DONE, LATE, MOVED, NUMBER, OUT, PUT_DONE, Planes
+
+LINE = tl.constexpr(128)
+F_OUT, F_BACK, F_ARRIVED = tl.constexpr(OUT), tl.constexpr(BACK), tl.constexpr(ARRIVED)
+S_NUMBER, S_PUT, S_GIVE, S_LATE, S_MOVED = (tl.constexpr(x) for x in (NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED))
+WORD = {2: torch.int16, 4: torch.int32}
+
+
+@triton.jit
+def clock():
+    """Nanoseconds; 0 under the interpreter, which has none."""
+    if ASM:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        now = tl.full((), 0, tl.int64)
+    return now
+
+
+@triton.jit
+def flag_of(base, kind: tl.constexpr, sender, R: tl.constexpr):
+    return (base + (kind * R + sender) * LINE).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def raise_flags(bases_ptr, kind: tl.constexpr, me, value, R: tl.constexpr):
+    """From the neighbour on, so that not everybody writes to one rank at once."""
+    for i in range(R):
+        to = (me + 1 + i) % R
+        tl.atomic_xchg(flag_of(tl.load(bases_ptr + to), kind, me, R), value, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_flags(base, failed_ptr, kind: tl.constexpr, value, limit, R: tl.constexpr):
+    """Until every sender's flag is there. `limit`: nanoseconds, or looks under the interpreter."""
+    start = clock()
+    looks = tl.full((), 0, tl.int64)
+    for sender in range(R):
+        flag = flag_of(base, kind, sender, R)
+        over = tl.load(failed_ptr, volatile=True) != 0
+        while (entry(flag, 0) < value) & (over == 0):
+            looks += 1
+            if ASM:
+                over = clock() - start > limit
+            else:
+                over = looks > limit
+            if over:
+                tl.atomic_or(failed_ptr, tl.full((), 1, tl.int64) << sender, sem="relaxed", scope="sys")
+    return clock() - start
+
+
+@triton.jit
+def copy_row(source, target, D: tl.constexpr, BD: tl.constexpr):
+    for d in tl.static_range(0, D, BD):
+        d_D = d + tl.arange(0, BD)
+        tl.store(target + d_D, tl.load(source + d_D, mask=d_D < D), mask=d_D < D)
+
+
+@triton.jit(do_not_specialize=["T", "limit", "me"])
+def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, state_ptr, failed_ptr, T, me, limit, R: tl.constexpr,
+        C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, IDS: tl.constexpr,
+        WEIGHTS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """serve [E]: who serves an expert; number [R, E]: which of its own it is there, -1: none. hidden in words of the rows' size."""
+    WORD: tl.constexpr = hidden_ptr.dtype.element_ty
+    c, to = tl.program_id(0), tl.program_id(1)
+    base = tl.load(bases_ptr + me)
+    value = tl.load(state_ptr + S_NUMBER) + 1
+    if (c == 0) & (to == 0):
+        raise_flags(bases_ptr, F_ARRIVED, me, value, R)
+    there = tl.load(bases_ptr + to)
+    slot = me * C + c
+    k_K = tl.arange(0, KP)
+    id_K = tl.load(ids_ptr + c * K + k_K, mask=(k_K < K) & (c < T), other=-1)
+    known_K = (id_K >= 0) & (id_K < E)
+    goes_K = known_K & (tl.load(serve_ptr + id_K, mask=known_K, other=-1) == to)
+    own_K = tl.load(number_ptr + to * E + id_K, mask=goes_K, other=-1)
+    tl.store((there + IDS).to(tl.pointer_type(tl.int64)) + slot * K + k_K, own_K, mask=k_K < K)
+    if tl.sum(goes_K.to(tl.int32), 0) > 0:
+        weight_K = tl.load(weights_ptr + c * K + k_K, mask=k_K < K, other=0.0)
+        tl.store((there + WEIGHTS).to(tl.pointer_type(tl.float32)) + slot * K + k_K, weight_K, mask=k_K < K)
+        copy_row(hidden_ptr + c.to(tl.int64) * D, part(there, ROWS, WORD) + slot.to(tl.int64) * D, D, BD)
+    # All threads of this program have written before one of them counts it.
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + S_PUT, 1, sem="acq_rel", scope="sys") == C * R - 1:
+        tl.store(state_ptr + S_PUT, 0)
+        raise_flags(bases_ptr, F_OUT, me, value, R)
+        late = wait_flags(base, failed_ptr, F_ARRIVED, value, limit, R)
+        moved = wait_flags(base, failed_ptr, F_OUT, value, limit, R)
+        tl.store(state_ptr + S_LATE, tl.load(state_ptr + S_LATE) + late)
+        tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
+
+
+@triton.jit(do_not_specialize=["limit", "me"])
+def give(result_ptr, bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+         BACK_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, IDS: tl.constexpr, RESULTS: tl.constexpr, SIZE: tl.constexpr):
+    """result [R C (K), D], in words: row (sender, slot (, k)) to the sender, where one of its ids (id k) is this rank's."""
+    WORD: tl.constexpr = result_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    slot, k = row // BACK_ROWS, row % BACK_ROWS
+    base = tl.load(bases_ptr + me)
+    k_K = tl.arange(0, KP)
+    id_K = tl.load((base + IDS).to(tl.pointer_type(tl.int64)) + slot * K + k_K, mask=k_K < K, other=-1, cache_modifier=".cg")
+    wanted_K = (id_K >= 0) & ((k_K == k) | (BACK_ROWS == 1))
+    if tl.sum(wanted_K.to(tl.int32), 0) > 0:
+        there = tl.load(bases_ptr + slot // C)
+        at = ((me * C + slot % C) * BACK_ROWS + k).to(tl.int64) * D
+        copy_row(result_ptr + row.to(tl.int64) * D, part(there, RESULTS, WORD) + at, D, BD)
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + S_GIVE, 1, sem="acq_rel", scope="sys") == R * C * BACK_ROWS - 1:
+        tl.store(state_ptr + S_GIVE, 0)
+        value = tl.load(state_ptr + S_NUMBER) + 1
+        raise_flags(bases_ptr, F_BACK, me, value, R)
+        moved = wait_flags(base, failed_ptr, F_BACK, value, limit, R)
+        tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
+        tl.store(state_ptr + S_NUMBER, value)
+
+
+@triton.jit
+def gather_sums(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+                D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
+    """out [T, D]: the ranks' sums for a token, in ascending order of ranks, in FP32. results [R, C, D] is this rank's own plane."""
+    t = tl.program_id(0).to(tl.int64)
+    k_K = tl.arange(0, KP)
+    id_K = tl.load(ids_ptr + t * K + k_K, mask=k_K < K, other=-1)
+    known_K = (id_K >= 0) & (id_K < E)
+    dest_K = tl.load(serve_ptr + id_K, mask=known_K, other=-1)
+    d_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    acc_D = tl.zeros((BD,), tl.float32)
+    for r in tl.static_range(R):
+        there = tl.sum((dest_K == r).to(tl.int32), 0) > 0
+        y_D = tl.load(results_ptr + (r * C + t) * D + d_D, mask=(d_D < D) & there, other=0.0, cache_modifier=".cg")
+        acc_D += wide(y_D)
+    acc_D = tl.where(tl.load(failed_ptr) != 0, float("nan"), acc_D)
+    tl.store(out_ptr + t * D + d_D, narrow(acc_D, out_ptr.dtype.element_ty), mask=d_D < D)
+
+
+@triton.jit
+def gather_rows(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+                D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
+    """out [T K, D] FP32: each expert's row; zero where an id is masked."""
+    pair = tl.program_id(0).to(tl.int64)
+    id = tl.load(ids_ptr + pair)
+    known = (id >= 0) & (id < E)
+    dest = tl.load(serve_ptr + id, mask=known, other=0)
+    d_D = tl.program_id(1) * BD + tl.arange(0, BD)
+    at = ((dest * C + pair // K) * K + pair % K) * D
+    y_D = wide(tl.load(results_ptr + at + d_D, mask=(d_D < D) & known, other=0.0, cache_modifier=".cg"))
+    y_D = tl.where(tl.load(failed_ptr) != 0, float("nan"), y_D)
+    tl.store(out_ptr + pair * D + d_D, y_D, mask=d_D < D)
+
+
+# launches -------------------------------------------------------------------------------------------------------------------
+def shape_constants(planes: Planes) -> dict[str, int]:
+    return {"R": planes.ranks, "C": planes.slots, "K": planes.top_k, "KP": triton.next_power_of_2(max(2, planes.top_k)), "D": planes.hidden,
+            "BD": min(2048, triton.next_power_of_2(planes.hidden))}
+
+
+def launch_put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
+               bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int, me: int, limit: int) -> None:
+    ids, weights, rows, _ = planes.offsets(turn)
+    size = planes.dtype.itemsize
+    put[(planes.slots, planes.ranks)](hidden_TD.view(WORD[size]), ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed,
+                                      len(hidden_TD), me, limit, E=serve_E.shape[0], IDS=ids, WEIGHTS=weights, ROWS=rows, SIZE=size,
+                                      num_warps=4, **shape_constants(planes))
+
+
+def launch_give(result_ND: torch.Tensor, bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int,
+                me: int, limit: int) -> None:
+    size, at = planes.dtype.itemsize, planes.offsets(turn)
+    give[(planes.ranks * planes.slots * planes.back_rows,)](result_ND.view(WORD[size]), bases_R, state, failed, me, limit, IDS=at[0],
+                                                            RESULTS=at[3], BACK_ROWS=planes.back_rows, SIZE=size, num_warps=4,
+                                                            **shape_constants(planes))
+
+
+def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, failed: torch.Tensor, planes: Planes,
+                  turn: int) -> torch.Tensor:
+    """[T, D] in the rows' dtype, or unreduced [T K, D] in FP32."""
+    tokens, results = len(ids_TK), planes.views(block, turn)[3]
+    kernel, rows, dtype = ((gather_rows, tokens * planes.top_k, torch.float32) if planes.unreduced else
+                           (gather_sums, tokens, planes.dtype))
+    out = torch.empty(rows, planes.hidden, dtype=dtype, device=block.device)
+    same = shape_constants(planes) | {"BD": min(512, triton.next_power_of_2(planes.hidden))}
+    if rows:
+        kernel[(rows, -(-planes.hidden // same["BD"]))](ids_TK, serve_E, results, failed, out, E=serve_E.shape[0], num_warps=4, **same)
+    return out

@@ -1,0 +1,50 @@
+"""`moe_prefetch::dispatch_put`, `dispatch_give`, `dispatch_collect`: an exchange on a device, over blocks of symmetric memory.
+
+`put` and `give` write into every rank's block, of which a process can name its own: that one stands for all in the lists of changes.
+They run where Triton does, a CPU's interpreter included; without Triton a CPU exchanges through `distributed.channel`.
+"""
+from __future__ import annotations
+
+import torch
+
+from .planes import Planes
+
+
+@torch.library.custom_op("moe_prefetch::dispatch_put", mutates_args=("block", "state", "failed"))
+def put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
+        bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, slots: int, unreduced: bool, turn: int,
+        me: int, limit: int) -> None:
+    """Send rows to the ranks that serve their experts, and wait for everybody's.
+
+    hidden_TD [T, D], T at most `slots`; ids_TK int64; weights_TK FP32; serve_E, number_RE, bases_R, state [8] int64; failed int64 [1], on
+    the device or pinned; block uint8, this rank's; limit: nanoseconds of each wait.
+    """
+    from . import fused
+
+    planes = Planes(len(bases_R), slots, hidden_TD.shape[1], ids_TK.shape[1], hidden_TD.dtype, unreduced)
+    fused.launch_put(hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes, turn, me, limit)
+
+
+@torch.library.custom_op("moe_prefetch::dispatch_give", mutates_args=("block", "state", "failed"))
+def give(result_ND: torch.Tensor, bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, slots: int,
+         top_k: int, unreduced: bool, turn: int, me: int, limit: int) -> None:
+    """Send results [R slots (K), D] back, wait for everybody's, and end the exchange."""
+    from . import fused
+
+    planes = Planes(len(bases_R), slots, result_ND.shape[1], top_k, result_ND.dtype, unreduced)
+    fused.launch_give(result_ND, bases_R, state, failed, planes, turn, me, limit)
+
+
+@torch.library.custom_op("moe_prefetch::dispatch_collect", mutates_args=())
+def collect(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, failed: torch.Tensor, ranks: int, slots: int, hidden: int,
+            dtype: torch.dtype, unreduced: bool, turn: int) -> torch.Tensor:
+    """[T, D], the sums of all ranks in ascending order; unreduced [T K, D] FP32, each expert's row. NaN after a failure."""
+    from . import fused
+
+    return fused.launch_gather(ids_TK, serve_E, block, failed, Planes(ranks, slots, hidden, ids_TK.shape[1], dtype, unreduced), turn)
+
+
+@collect.register_fake
+def _(ids_TK, serve_E, block, failed, ranks, slots, hidden, dtype, unreduced, turn):
+    shape = (ids_TK.numel(), hidden) if unreduced else (len(ids_TK), hidden)
+    return block.new_empty(shape, dtype=torch.float32 if unreduced else dtype)
