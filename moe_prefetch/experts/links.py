@@ -37,7 +37,9 @@ class HomeProbe:
         """Devices by name and order, driver, torch."""
         said = {"device": str(self._device), "homes": ", ".join(self._blocks), "torch": torch.__version__, "driver": "none"}
         if self._device.type == "cuda":
-            said |= {"driver": str(torch._C._cuda_getDriverVersion()),
+            # Not every torch says which driver there is.
+            driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")()
+            said |= {"driver": str(driver), "cuda": str(torch.version.cuda),
                      "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))}
         return said
 

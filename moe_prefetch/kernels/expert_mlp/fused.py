@@ -290,7 +290,7 @@ class Tile(NamedTuple):
 def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
     """Pairs of an item: by how many an expert has on average, so that few experts need a second item."""
     pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
-    most = 64 if form.weights == "fp8" else 128  # fp8 has two accumulators, of a block and of all
+    most = 128 if form.weights not in ("fp8", "mxfp4") else 64  # decoding and its registers cost more than a second item
     return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
 
@@ -309,12 +309,13 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     rows = 128 if wide >= 2 * PROCESSORS or share(wide) + 0.05 >= share(narrow) else 64
     few = (wide if rows == 128 else narrow) <= PROCESSORS
     if form.weights == "mxfp4":
-        return Tile(n, rows if n <= 32 else 128, 128, 8 if n == 128 else 4, 4 if n <= 32 else 3, 4 if n >= 64 else 1)
+        return Tile(n, 128, 128, 4, 5 if n <= 16 else 4 if n == 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
-        return Tile(n, 128, min(128, form.block), 8 if n == 64 else 4, 3, 4 if n == 64 else 1)
+        return Tile(n, 64 if n == 64 else 128, min(128, form.block), 8 if wide <= PROCESSORS else 4, 3, 4 if n == 64 else 1)
+    # Every tile must take the same steps over columns that none divides: a product with zeros can round, too.
     if n <= 32:
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
-        return Tile(n, rows, 128 if columns % 128 == 0 or columns % 64 else 64, 4, deep)
+        return Tile(n, rows, 128 if columns % 128 == 0 else 64, 4, deep)
     return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 3, 4)
 
 
