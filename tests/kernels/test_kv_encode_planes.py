@@ -51,9 +51,11 @@ def test_bytes_equal_the_law(layout: PageLayout, chunks: list[int], dtype: torch
 
 
 def test_each_layout_takes_the_first_encoder_that_writes_it_once_that_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
+    gpu, shipped = torch.device("cuda"), op.PROVEN
+    monkeypatch.setattr(op, "PROVEN", ())
     assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 128, 128, 4)) is None, "the law, until a GPU has shown the same bytes"
-    monkeypatch.setattr(op, "PROVEN", ("fused", "general", "general_planes"))
+    assert shipped == ("fused", "general", "general_planes"), "which an H200 has (docs/kernels.md)"
+    monkeypatch.setattr(op, "PROVEN", shipped)
     assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 128, 128, 4)) is fused.encode
     assert fused_for(gpu, PageLayout(FORMATS["fp8"], 80, 80)) is others.encode
     assert fused_for(gpu, PageLayout(FORMATS["fp4-72"], 80, 80, 3)) is general.encode

@@ -10,8 +10,8 @@ from ...errors import ShapeError
 from ...kv.format import PAGE, PageLayout, format_of
 from .records import Book, encode_naive
 
-# Which of `fused`, `general`, `general_planes` the op may use: those whose bytes have been compared with the law's on a GPU. None of layout
-# version 3 has been yet (benchmarks/kv_encode.py does it and calls them itself), so the law writes the pages there too.
+# Which of `fused`, `general`, `general_planes` the op may use: those whose bytes have been compared with the law's on a GPU
+# (benchmarks/kv_encode.py, which calls them itself; docs/kernels.md says in which layouts). For others the law writes the pages there too.
 PROVEN: tuple[str, ...] = ("fused", "general", "general_planes")
 
 

@@ -7,7 +7,7 @@ import torch
 from ...errors import ShapeError
 from .naive import take_naive
 
-# Whether `fused` has been compared with the law on a GPU (benchmarks/generate.py does it). Until then the law runs there too.
+# Whether `fused` has been compared with the law on a GPU (benchmarks/generate.py does it); else the law runs there too.
 PROVEN = True
 
 
