@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
+from .fused_elements import _exponent, _pow2, _scale_byte, _shift_byte, _tally
 
 FP16 = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -18,21 +19,11 @@ FP4 = tl.constexpr(2)
 
 @triton.jit
 def _clean(x):
-    """FP32 without NaN and within FP16, and how many were beyond it, and NaN."""
+    """FP32 [T, C] without NaN and within FP16, and how many were beyond it, and NaN."""
     nan = x != x
     big = tl.abs(x) > 65504.0
     x = tl.minimum(tl.maximum(tl.where(nan, 0.0, x), -65504.0), 65504.0)
     return x, tl.sum(tl.sum(big.to(tl.int32), axis=1), axis=0), tl.sum(tl.sum(nan.to(tl.int32), axis=1), axis=0)
-
-
-@triton.jit
-def _exponent(x):
-    return (x.to(tl.int32, bitcast=True) >> 23 & 0xFF) - 127
-
-
-@triton.jit
-def _pow2(e):
-    return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -60,26 +51,6 @@ def _e2m1(x, scale):
     c += (mag >= scale * 1.75).to(tl.int32) + (mag > scale * 2.5).to(tl.int32)
     c += (mag >= scale * 3.5).to(tl.int32) + (mag > scale * 5.0).to(tl.int32)
     return tl.where((x < 0) & (c > 0), c + 8, c)
-
-
-@triton.jit
-def _scale_byte(scale, factor):
-    """E4M3 byte of scale / 2^factor: exact in the normal range, truncated below it, at least 1."""
-    e = _exponent(scale) - factor + 7
-    m = scale.to(tl.int32, bitcast=True) >> 20 & 7
-    low = tl.maximum((8 + m) >> tl.minimum(tl.maximum(1 - e, 0), 31), 1)
-    return tl.where(e >= 1, e * 8 + m, low).to(tl.uint8)
-
-
-@triton.jit
-def _shift_byte(code, by):
-    """The same scale under a factor 2^by larger."""
-    c = code.to(tl.int32)
-    e = c >> 3
-    m = c & 7
-    normal = (8 + m) >> tl.minimum(tl.maximum(by - e + 1, 0), 31)
-    low = tl.maximum(tl.where(e >= 1, normal, m >> tl.minimum(by, 31)), 1)
-    return tl.where(e - by >= 1, c - 8 * by, low).to(tl.uint8)
 
 
 @triton.jit
@@ -190,10 +161,7 @@ def _encode_side(
             g_G = 64 // BLOCK * g + tl.arange(0, 64 // BLOCK)
             at_TG = record + SCALES_AT + t_T[:, None] * NB + g_G[None, :]
             tl.store(at_TG, _scale_byte(scale_TG, factor), mask=on_TC & (g_G < NB)[None, :])
-    if big > 0:
-        tl.atomic_add(counts_ptr, big.to(tl.int64))
-    if nan > 0:
-        tl.atomic_add(counts_ptr + 1, nan.to(tl.int64))
+    _tally(counts_ptr, big, nan)
 
 
 @triton.jit
@@ -224,10 +192,7 @@ def encode_general(
                 x_TC, big, nan = _rows(k_ptr + D, row + i_T, on_T, n, 64 * g + c_C, N, D + ROPE, ROPE)
                 at_TC = (record + ROPE_AT).to(tl.pointer_type(tl.float16)) + (slot + i_T)[:, None] * ROPE + 64 * g + c_C[None, :]
                 tl.store(at_TC, x_TC.to(tl.float16), mask=on_T[:, None] & (64 * g + c_C < ROPE)[None, :])
-                if big > 0:
-                    tl.atomic_add(counts_ptr, big.to(tl.int64))
-                if nan > 0:
-                    tl.atomic_add(counts_ptr + 1, nan.to(tl.int64))
+                _tally(counts_ptr, big, nan)
         fill = (record + TRAILER_AT + 8).to(tl.pointer_type(tl.int32))
         tl.store(fill, tl.maximum(tl.load(fill), slot + count))
     else:

@@ -37,6 +37,16 @@ def _k_tile(ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_pt
 
 
 @triton.jit
+def _k_block(ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr, N: tl.constexpr,
+             W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr):
+    """A scale block of K, channels ch: what is coded [T, C], its scales [T] and their inverses."""
+    x_TC, w_C, big, nan = _k_tile(ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+    _tally(counts_ptr, big, nan)
+    scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+    return x_TC, scale_T, inverse_T
+
+
+@triton.jit
 def _put(all_TB, i, one_T):
     """Column i of all_TB becomes one_T."""
     i_B = tl.arange(0, all_TB.shape[1])
@@ -64,18 +74,14 @@ def _encode_k(
     # A loop and not one piece of code: 16 copies of it take minutes to compile. In a whole group each nibble is a block.
     for g in tl.range(WHOLE, num_stages=1):
         ch_C = 64 * g + c_C
-        x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
-                                      OUT)
-        _tally(counts_ptr, big, nan)
-        scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+        x_TC, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
+                                            table_ptr, N, W, D, OUT)
         lo_TC = _codes(x_TC, inverse_T)
         scales_TB = _put(scales_TB, 2 * g, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         ch_C += 32
-        x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
-                                      OUT)
-        _tally(counts_ptr, big, nan)
-        scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+        x_TC, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
+                                            table_ptr, N, W, D, OUT)
         scales_TB = _put(scales_TB, 2 * g + 1, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         at_TC = record + t_T[:, None] * (D // 2) + 32 * g + c_C[None, :]
@@ -85,10 +91,8 @@ def _encode_k(
         inverses = ()
         for i in tl.static_range(2 * WHOLE, NB):
             ch_C = 32 * i + c_C
-            x_TC, w_C, big, nan = _k_tile(k_ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W,
-                                          D, OUT)
-            _tally(counts_ptr, big, nan)
-            scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
+            _x, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
+                                              table_ptr, N, W, D, OUT)
             inverses = inverses + (inverse_T,)
             scales_TB = _put(scales_TB, i, scale_T)
             top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
