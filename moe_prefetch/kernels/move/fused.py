@@ -16,8 +16,7 @@ from ..plan.naive import Tables
 from ..protocol import CANCELLED, CLAIM_MASK, DONE, EXPERT_MASK, GENERATION_AT, MOVING, QUEUED, READING, SLOT_AT, STATE_AT, STEP_AT
 
 # Bytes of a piece, of a tile of it, and warps of a program.
-PIECE, TILE, WARPS = 128 << 10, 64 << 10, 16
-PROGRAMS = 24
+PIECE, TILE, WARPS = 256 << 10, 64 << 10, 16
 C_EXPERT, C_GENERATION, C_SLOT, C_STEP = (tl.constexpr(x) for x in (EXPERT_MASK, GENERATION_AT, SLOT_AT, STEP_AT))
 C_QUEUED, C_MOVING, C_DONE, C_READING, C_CANCELLED = (tl.constexpr(x) for x in (QUEUED, MOVING, DONE, READING, CANCELLED))
 FILLING, READY = tl.constexpr(int(SlotState.FILLING) << STATE_AT), tl.constexpr(int(SlotState.READY) << STATE_AT)
@@ -110,7 +109,7 @@ def withdraw_moves(slot_ptr, queue_ptr, count_ptr, claim_ptr, step_ptr, mark_ptr
         m += 1
 
 
-def launch_move(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, ahead: int, programs: int = PROGRAMS, piece: int = PIECE,
+def launch_move(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, ahead: int, programs: int, piece: int = PIECE,
                 tile: int = TILE, warps: int = WARPS) -> None:
     """See `move_naive`; records are read at home_LE's addresses."""
     move_pieces[(programs,)](t.where_LE, t.home_LE, t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.taken_LS, t.done_LS, t.step, buffers_SB,
