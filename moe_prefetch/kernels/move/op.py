@@ -15,7 +15,7 @@ from .naive import move_naive, withdraw_naive
 
 ALIGN = 128  # bytes: of records, slots and what lies between slots
 # Eight fill PCIe, and an HBM-bound kernel beside them slows by little more than their bytes; beside 24 by 30 % (H200).
-PROGRAMS, MOST_PROGRAMS = 8, 24
+PROGRAMS, MOST = 8, 24
 
 
 def _tables(where_LE: torch.Tensor, home_LE: torch.Tensor, slot_LS: torch.Tensor, queue_LS: torch.Tensor, count_L: torch.Tensor,
@@ -74,9 +74,9 @@ def move(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, *, record
             or buffers_SB.stride(0) % ALIGN or buffers_SB.data_ptr() % ALIGN or buffers_SB.device != t.where_LE.device):
         raise ShapeError(f"slots in {buffers_SB.dtype} {tuple(buffers_SB.shape)}, strides {buffers_SB.stride()}", where=f"layer {layer}",
                          expected=f"uint8 [{slots}, B] on {t.where_LE.device}, aligned to {ALIGN}", do="allocate slots through a Home")
-    if not 0 < nbytes <= min(buffers_SB.shape[1], 2**31 - 1) or nbytes % 16 or not 0 <= layer < layers or not 1 <= programs <= MOST_PROGRAMS:
+    if not 0 < nbytes <= min(buffers_SB.shape[1], 2**31 - 1) or nbytes % 16 or not 0 <= layer < layers or not 1 <= programs <= MOST:
         raise ShapeError(f"{nbytes} bytes by {programs} programs for layer {layer}", where="move",
-                         expected=f"a multiple of 16 up to {buffers_SB.shape[1]}, 1 to {MOST_PROGRAMS} programs, layers 0 to {layers - 1}")
+                         expected=f"a multiple of 16 up to {buffers_SB.shape[1]}, 1 to {MOST} programs, layers 0 to {layers - 1}")
     _move(t.where_LE, t.home_LE, t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.taken_LS, t.done_LS, t.step, buffers_SB, list(records),
           layer, nbytes, ahead, programs)
 
