@@ -1,7 +1,7 @@
 """`plan` in one Triton launch: a layer is one warp's, so that its maxima need no barriers.
 
 A round takes the best candidate and the cheapest slot, and there are as many rounds as moves (and one for each link that has no room
-left). Which experts have slots is found by comparing all with eight slots at a time; what a slot's expert is worth is loaded by its number.
+left). Which experts have slots is a histogram of the slots' words; what a slot's expert is worth is loaded by its number.
 """
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ FILLING_BITS = tl.constexpr(int(SlotState.FILLING) << STATE_AT)
 C_EXPERT, C_GENERATION, C_SLOT, C_STATE, C_STEP = (tl.constexpr(x) for x in (EXPERT_MASK, GENERATION_AT, SLOT_AT, STATE_AT, STEP_AT))
 C_QUEUED, ONE = tl.constexpr(QUEUED), tl.constexpr(PROB_ONE)
 LEAST, MOST = tl.constexpr(-2147483648), tl.constexpr(2147483647)
-AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -59,11 +58,7 @@ def plan_rows(where_ptr, home_ptr, slot_ptr, queue_ptr, count_ptr, claim_ptr, ta
     its_keep = tl.load(keep_ptr + row + expert, mask=in_slot, other=0)
     home = tl.load(home_ptr + layer * E + expert, mask=in_slot, other=0)
 
-    resident = tl.zeros((EP,), tl.int32)
-    for i in range(0, SP, AT_ONCE):
-        few = i + tl.arange(0, AT_ONCE)
-        other = (tl.load(slot_ptr + layer * S + few, mask=few < S, other=0) & C_EXPERT).to(tl.int32) - 1
-        resident = tl.maximum(resident, tl.max((e[:, None] == other[None, :]).to(tl.int32), 1))
+    resident = tl.histogram(tl.where(in_slot, expert, 0), EP, mask=in_slot)
     use = tl.where(unknown, load, prob)
     lost = use * -1 + ONE
     score, worth = worths(use, load, link, keep, links_ptr, KEEP, HAS_KEEP)
