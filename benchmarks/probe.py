@@ -74,7 +74,7 @@ def text_table(args: argparse.Namespace) -> Rows:
         return Routing(torch.cat([s.ids_TLK for s in parts]), torch.cat([s.start_T for s in parts]), gates[0].experts)
 
     train, test = routing(steps(args.train, args.train_tokens, "train")), steps(args.text, args.tokens, "text")
-    r = routing(test)
+    r, seen = routing(test), [s.taps_with_past(gates[0].norm_eps) for s in test]
     ids = {"popularity": baselines.popularity(train),
            "previous token": baselines.previous_token(train),
            "recent load": baselines.recent_load(train), "ids ridge": baselines.ids_ridge(train),
@@ -89,7 +89,7 @@ def text_table(args: argparse.Namespace) -> Rows:
 
         for layer in range(h, probe.layers):
             for name, p in (("probe", probe), ("stale gate", stale)):
-                parts = [margin_and_truth(p, s.taps, layer, h) for s in test]
+                parts = [margin_and_truth(p, taps, layer, h) for taps in seen]
                 margin, true = torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
                 residual = p.residuals[h]
                 heat = 1.0 if residual is None else float(residual.temperature_L[layer])
