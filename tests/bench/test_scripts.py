@@ -20,9 +20,10 @@ def test_every_predictor_is_judged_on_any_text(smolmoe, tmp_path, name):
     for part, characters in (("a", text[:6000]), ("b", text[6000:12000])):
         (tmp_path / part).write_text(characters)
     out = tmp_path / "rows.csv"
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "probe.py", "--text", tmp_path / "a", "--train", tmp_path / "b", "--tokens", "256",
-                    "--train-tokens", "256", "--window", "128", "--probe", ROOT / "examples" / "smolmoe" / "probes" / name, "--out", out],
-                   check=True, capture_output=True)
+    sizes = ["--tokens", "256", "--train-tokens", "256", "--window", "128"]
+    probe = ROOT / "examples" / "smolmoe" / "probes" / name
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "probe.py", "--text", tmp_path / "a", "--train", tmp_path / "b", *sizes,
+                    "--probe", probe, "--out", out], check=True, capture_output=True)
     got = {(r["case"], r["metric"]): float(r["value"]) for r in csv.DictReader(out.open())}
     for h in range(3):
         case = f"smolmoe_{name}_h{h}"
