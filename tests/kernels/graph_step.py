@@ -17,6 +17,8 @@ from moe_prefetch.kernels.expert_mlp.fused_elements import entry
 from moe_prefetch.kernels.move import fused as mover
 from moe_prefetch.kernels.plan import fused as planner
 from moe_prefetch.kernels.plan.naive import Tables
+from moe_prefetch.kernels.settle import fused as settle
+from moe_prefetch.kernels.settle.naive import COUNTS
 from moe_prefetch.types import PROB_ONE
 
 from .plan_cases import COSTS
@@ -73,6 +75,8 @@ class Step:
         self.rows = [i32(1, value=n) for n in range(layers)]
         self.demand, self.next_demand = (torch.zeros(layers, experts, dtype=torch.bool, device=DEVICE) for _ in range(2))
         self.prob = i32(layers, experts)
+        self.number = torch.arange(experts, device=DEVICE)
+        self.ledger = torch.zeros(layers, len(COUNTS) + 2, dtype=torch.int64, device=DEVICE)
         self.wrong, self.hit, self.asked = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(3))
         self.compute, self.side = (torch.cuda.Stream() if GPU else Alone() for _ in range(2))
 
@@ -114,8 +118,8 @@ class Step:
             if layer + 2 < self.layers:
                 self.plan(layer + 2, 0)
             if layer >= 2:
-                mover.launch_withdraw(t, layer, ~self.demand[layer] & (self.prob[layer] < PROB_ONE // 4), False, 0)
-            mover.launch_withdraw(t, layer, self.demand[layer], True, 0)
+                settle.launch_withdraw(t, layer, self.prob[layer] // 2, COSTS.waste, 0)
+            settle.launch_settle(t, layer, torch.where(self.demand[layer], self.number, -1), self.ledger)
             read_all[(self.experts,)](t.where_LE, t.home_LE, self.demand, self.wrong, self.hit, layer, E=self.experts,
                                       WORDS=self.nbytes // 4)
         self.plan(0, 1)

@@ -1,6 +1,6 @@
-"""`move` and `withdraw` in Triton: the steps of `kernels/protocol.py`, word for word.
+"""`move` in Triton: the steps of `kernels/protocol.py`, word for word.
 
-`move` is a handful of programs that take pieces of a record until none is left. A piece is copied past L1 in tiles, all loads of a tile
+It is a handful of programs that take pieces of a record until none is left. A piece is copied past L1 in tiles, all loads of a tile
 in flight before its first store; then each thread fences at system scope, the program meets, and one thread counts the piece. The number
 of the next piece is asked for before this one is copied.
 """
@@ -13,14 +13,13 @@ import triton.language as tl
 from ...types import SlotState
 from ..kv_fp4.fused import ASM
 from ..plan.naive import Tables
-from ..protocol import CANCELLED, CLAIM_MASK, DONE, EXPERT_MASK, GENERATION_AT, MOVING, QUEUED, READING, SLOT_AT, STATE_AT, STEP_AT
+from ..protocol import DONE, EXPERT_MASK, GENERATION_AT, MOVING, QUEUED, SLOT_AT, STATE_AT, STEP_AT
 
 # Bytes of a piece, of a tile of it, and warps of a program.
 PIECE, TILE, WARPS = 256 << 10, 64 << 10, 16
 C_EXPERT, C_GENERATION, C_SLOT, C_STEP = (tl.constexpr(x) for x in (EXPERT_MASK, GENERATION_AT, SLOT_AT, STEP_AT))
-C_QUEUED, C_MOVING, C_DONE, C_READING, C_CANCELLED = (tl.constexpr(x) for x in (QUEUED, MOVING, DONE, READING, CANCELLED))
+C_QUEUED, C_MOVING, C_DONE = (tl.constexpr(x) for x in (QUEUED, MOVING, DONE))
 FILLING, READY = tl.constexpr(int(SlotState.FILLING) << STATE_AT), tl.constexpr(int(SlotState.READY) << STATE_AT)
-CLAIM = tl.constexpr(CLAIM_MASK)
 
 
 @triton.jit
@@ -84,40 +83,9 @@ def move_pieces(where_ptr, home_ptr, slot_ptr, queue_ptr, count_ptr, claim_ptr, 
         m += 1
 
 
-@triton.jit(do_not_specialize=["layer", "ahead"])
-def withdraw_moves(slot_ptr, queue_ptr, count_ptr, claim_ptr, step_ptr, mark_ptr, layer, ahead, E: tl.constexpr, S: tl.constexpr,
-                   STARTS: tl.constexpr):
-    """One program: `settle` (STARTS) or `cancel`. In `settle` a marked move that a mover has started is waited for."""
-    count = tl.load(count_ptr + layer)
-    queued = (tl.load(step_ptr) + ahead << C_STEP) | C_QUEUED
-    m = layer * 0
-    while m < count:
-        word = tl.load(queue_ptr + layer * S + m)
-        expert, slot = (word & C_EXPERT).to(tl.int32), (word >> C_SLOT).to(tl.int32) & C_EXPERT
-        marked = tl.load(mark_ptr + expert).to(tl.int32) != 0
-        claim = claim_ptr + layer * E + expert
-        if STARTS | marked:
-            instead = queued - C_QUEUED + tl.where(marked & STARTS, C_READING, C_CANCELLED)
-            seen = tl.atomic_cas(claim, queued, instead, sem="acq_rel", scope="gpu")
-            if seen == queued:
-                filling = (word >> C_GENERATION << C_GENERATION) | FILLING | (expert + 1).to(tl.int64)
-                tl.atomic_cas(slot_ptr + layer * S + slot, filling, filling >> C_GENERATION << C_GENERATION, sem="acq_rel", scope="gpu")
-            elif STARTS & marked:
-                # Its mover has a program on the chip, which can finish it alone.
-                while seen == queued - C_QUEUED + C_MOVING:
-                    seen = tl.atomic_add(claim, 0, sem="acquire", scope="gpu")
-        m += 1
-
-
 def launch_move(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, ahead: int, programs: int, piece: int = PIECE,
                 tile: int = TILE, warps: int = WARPS) -> None:
     """See `move_naive`; records are read at home_LE's addresses."""
     move_pieces[(programs,)](t.where_LE, t.home_LE, t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.taken_LS, t.done_LS, t.step, buffers_SB,
                              layer, ahead, E=t.where_LE.shape[1], S=t.slot_LS.shape[1], NBYTES=nbytes, STRIDE=buffers_SB.stride(0),
                              PIECE=piece, TILE=tile, num_warps=warps)
-
-
-def launch_withdraw(t: Tables, layer: int, mark_E: torch.Tensor, starts: bool, ahead: int) -> None:
-    """See `withdraw_naive`."""
-    withdraw_moves[(1,)](t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.step, mark_E, layer, ahead, E=t.where_LE.shape[1],
-                         S=t.slot_LS.shape[1], STARTS=starts, num_warps=1)

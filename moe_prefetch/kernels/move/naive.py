@@ -1,4 +1,4 @@
-"""The law of `move` and of what takes moves back: the queue of one layer, carried out in one go. Words and steps: `kernels/protocol.py`."""
+"""The law of `move`: the queue of one layer, carried out in one go. Words and steps: `kernels/protocol.py`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 
 from ...types import SlotState
 from ..plan.naive import Tables
-from ..protocol import CANCELLED, DONE, MOVING, QUEUED, READING, claim_word, move_of, slot_word
+from ..protocol import DONE, MOVING, QUEUED, claim_word, move_of, slot_word
 
 
 def move_naive(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, records: Sequence[torch.Tensor], ahead: int) -> None:
@@ -27,20 +27,3 @@ def move_naive(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, rec
             t.where_LE[layer, expert] = buffers_SB[slot].data_ptr()
             t.slot_LS[layer, slot] = slot_word(generation, SlotState.READY, expert)
         t.claim_LE[layer, expert] = claim_word(step, DONE)
-
-
-def withdraw_naive(t: Tables, layer: int, mark_E: torch.Tensor, starts: bool, ahead: int) -> None:
-    """Take back moves of `layer` in step `step + ahead` that nobody has started; their slots are FREE again. In place.
-
-    mark_E bool. `starts`: the layer starts, and marks are the demanded experts: those are read in place, all others are cancelled. Else the
-    marked are cancelled, since a nearer forecast gives them up.
-    """
-    step = int(t.step) + ahead
-    for m in range(int(t.count_L[layer])):
-        expert, slot, generation = move_of(int(t.queue_LS[layer, m]))
-        marked = bool(mark_E[expert])
-        if int(t.claim_LE[layer, expert]) != claim_word(step, QUEUED) or not (starts or marked):
-            continue
-        t.claim_LE[layer, expert] = claim_word(step, READING if starts and marked else CANCELLED)
-        if int(t.slot_LS[layer, slot]) == slot_word(generation, SlotState.FILLING, expert):
-            t.slot_LS[layer, slot] = slot_word(generation, SlotState.FREE, -1)

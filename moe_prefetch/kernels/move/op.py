@@ -1,7 +1,7 @@
-"""`moe_prefetch::move`: a layer's queued moves, copied and published; `moe_prefetch::withdraw`: those not started, taken back. In place.
+"""`moe_prefetch::move`: a layer's queued moves, copied and published; in place.
 
 On a GPU `move` runs on a side stream beside the compute stream: its caller forks it after the plan and joins it at the end of the step.
-Both can be captured; what they do depends on the tables alone.
+It can be captured; what it does depends on the tables alone.
 """
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ import torch
 
 from ...errors import ShapeError
 from ..plan.naive import Tables
-from .naive import move_naive, withdraw_naive
+from .naive import move_naive
 
 ALIGN = 128  # bytes: of records, slots and what lies between slots
 # Eight fill PCIe, and an HBM-bound kernel beside them slows by little more than their bytes; beside 24 by 30 % (H200).
 PROGRAMS, MOST = 8, 24
 
 
-def _tables(where_LE: torch.Tensor, home_LE: torch.Tensor, slot_LS: torch.Tensor, queue_LS: torch.Tensor, count_L: torch.Tensor,
-            claim_LE: torch.Tensor, taken_LS: torch.Tensor, done_LS: torch.Tensor, step: torch.Tensor) -> Tables:
-    none = where_LE.new_empty(0)
-    return Tables(where_LE, home_LE, slot_LS, queue_LS, count_L, claim_LE, taken_LS, done_LS, none, none, none, none, step)
-
-
 @torch.library.custom_op("moe_prefetch::move", mutates_args=("where_LE", "slot_LS", "claim_LE", "taken_LS", "done_LS", "buffers_SB"))
 def _move(where_LE: torch.Tensor, home_LE: torch.Tensor, slot_LS: torch.Tensor, queue_LS: torch.Tensor, count_L: torch.Tensor,
           claim_LE: torch.Tensor, taken_LS: torch.Tensor, done_LS: torch.Tensor, step: torch.Tensor, buffers_SB: torch.Tensor,
           records: Sequence[torch.Tensor], layer: int, nbytes: int, ahead: int, programs: int) -> None:
-    t = _tables(where_LE, home_LE, slot_LS, queue_LS, count_L, claim_LE, taken_LS, done_LS, step)
+    none = where_LE.new_empty(0)
+    t = Tables(where_LE, home_LE, slot_LS, queue_LS, count_L, claim_LE, taken_LS, done_LS, none, none, none, none, step)
     if where_LE.device.type == "cuda":
         from .fused import launch_move
 
@@ -39,25 +34,7 @@ def _move(where_LE: torch.Tensor, home_LE: torch.Tensor, slot_LS: torch.Tensor, 
     move_naive(t, layer, buffers_SB, nbytes, records, ahead)
 
 
-@torch.library.custom_op("moe_prefetch::withdraw", mutates_args=("slot_LS", "claim_LE"))
-def _withdraw(where_LE: torch.Tensor, slot_LS: torch.Tensor, queue_LS: torch.Tensor, count_L: torch.Tensor, claim_LE: torch.Tensor,
-              step: torch.Tensor, mark_E: torch.Tensor, layer: int, starts: bool, ahead: int) -> None:
-    none = where_LE.new_empty(0)
-    t = _tables(where_LE, none, slot_LS, queue_LS, count_L, claim_LE, none, none, step)
-    if where_LE.device.type == "cuda":
-        from .fused import launch_withdraw
-
-        launch_withdraw(t, layer, mark_E, starts, ahead)
-        return
-    withdraw_naive(t, layer, mark_E, starts, ahead)
-
-
 @_move.register_fake
-def _(*args) -> None:
-    return None
-
-
-@_withdraw.register_fake
 def _(*args) -> None:
     return None
 
@@ -79,15 +56,3 @@ def move(t: Tables, layer: int, buffers_SB: torch.Tensor, nbytes: int, *, record
                          expected=f"a multiple of 16 up to {buffers_SB.shape[1]}, 1 to {MOST} programs, layers 0 to {layers - 1}")
     _move(t.where_LE, t.home_LE, t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.taken_LS, t.done_LS, t.step, buffers_SB, list(records),
           layer, nbytes, ahead, programs)
-
-
-def withdraw(t: Tables, layer: int, mark_E: torch.Tensor, *, starts: bool, ahead: int = 0) -> None:
-    """Before a layer's expert kernel (`starts`, marks: the demanded), or when a nearer forecast gives experts up; see `withdraw_naive`.
-
-    mark_E bool [E]. On a GPU, with `starts`, it ends when no demanded expert is on its way any more. Raises ShapeError.
-    """
-    layers, experts = t.where_LE.shape
-    if mark_E.dtype != torch.bool or mark_E.shape != (experts,) or mark_E.device != t.where_LE.device or not 0 <= layer < layers:
-        raise ShapeError(f"marks {mark_E.dtype} {tuple(mark_E.shape)} for layer {layer}", where="withdraw",
-                         expected=f"bool [{experts}], layers 0 to {layers - 1}", do="mark the router's experts")
-    _withdraw(t.where_LE, t.slot_LS, t.queue_LS, t.count_L, t.claim_LE, t.step, mark_E, layer, starts, ahead)
