@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Prefetching on the device, proved on a GPU; rows for `benchmarks/results/protocol.csv`.
 
-exact    a decode step of 26 layers with forecasts, plans, moves, publications, evictions and expert compute is one CUDA graph; replays with other
-         routing each time and perfect, random, empty and adversarial forecasts by turns are compared, bit by bit, with the same kernels over
-         experts that are all resident: beside each layer in the graph, and now and then launched one by one. Homes: the host's memory, this GPU's.
+exact    a decode step of 26 layers with forecasts, plans, moves, publications, evictions and expert compute is one CUDA graph. It is
+         replayed with other routing each time, and with perfect, random, empty and adversarial forecasts by turns, and compared bit by
+         bit with the same kernels over experts that are all resident: beside each layer in the graph, and now and then launched one by
+         one. Homes: the host's memory, this GPU's.
 
 usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact] [--replays 10000] [--commit ID]
 """
@@ -53,13 +54,13 @@ def exact(replays: int) -> list[Row]:
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
         said, wrong, us = d.counts(), int(decode.wrong), spent / replays * 1e6
         t = said.total
-        print(f"{home.name}: {replays} replays, {us:.0f} us each, {wrong} numbers differ, {differ} of 10 steps one by one; hit {t.hit} late {t.late} "
-              f"miss {t.miss} cancelled {t.cancelled} wasted {t.wasted}; asked {int(decode.asked)}; GB {t.bytes_moved / 1e9:.1f}", flush=True)
+        print(f"{home.name}: {replays} replays, {us:.0f} us each, {wrong} numbers differ, {differ} of 10 steps one by one; {t.as_dict()}",
+              flush=True)
         if wrong or differ or t.demanded != int(decode.asked) or min(t.hit, t.miss, t.cancelled, t.wasted) == 0:
             raise SystemExit("not exact")
         checked = f"bits of {replays} replays as all-resident"
-        rows += [(f"{home.name}_26layers", "replay_us", us, "us", checked), (f"{home.name}_26layers", "hit_rate", t.hit_rate, "ratio", checked),
-                 (f"{home.name}_26layers", "differing", 0, "numbers", checked)]
+        rows += [(f"{home.name}_26layers", *more, checked)
+                 for more in (("replay_us", us, "us"), ("hit_rate", t.hit_rate, "ratio"), ("differing", 0, "numbers"))]
     return rows
 
 
