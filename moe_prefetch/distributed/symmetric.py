@@ -8,6 +8,7 @@ The CPU's messages rely on stores becoming visible in the order they were made, 
 from __future__ import annotations
 
 import mmap
+import os
 import platform
 import warnings
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..runtime import REAL, Runtime
 from .groups import DEADLINE, Group
 
 LINE = 128  # bytes; blocks start at multiples of it
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def symmetric_memory(group: Group, device: torch.device | str, runtime: Runtime 
     group.agree("symmetric memory", {"device": device.type}, deadline)
     places = group.neighbours(deadline)
     if device.type == "cuda":
-        return CudaMemory(group, places, device)
+        return CudaMemory(group, places, device, deadline)
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         raise UnsupportedModelError(f"ranks can't share memory of {device.type} on {platform.machine()}", where="symmetric memory",
                                     expected="CUDA, or a CPU of x86-64", do="use dispatch mode host")
@@ -72,6 +74,15 @@ def symmetric_memory(group: Group, device: torch.device | str, runtime: Runtime 
 
 def _same_size(group: Group, places: tuple[int, ...], nbytes: int, deadline: float) -> None:
     group.agree("symmetric memory", {"nbytes": nbytes}, deadline, places)
+
+
+def _own_gpu(group: Group, places: tuple[int, ...], gpu: str, deadline: float) -> None:
+    """Raises ConfigError where ranks of this host share a GPU: torch refuses that, unless it is told that it is meant."""
+    said = [w.decode() for w in group.gather(gpu.encode(), deadline)]
+    shared = [p for p in places if [said[q] for q in places].count(said[p]) > 1]
+    if shared and os.environ.get(SHARED_GPU) != "1":
+        raise ConfigError(f"ranks {', '.join(map(str, shared))} share a GPU", where=f"symmetric memory, group {group.axis}",
+                          expected="a GPU for each rank of a host", do=f"call torch.cuda.set_device; {SHARED_GPU}=1 allows it, for tests")
 
 
 class CpuMemory:
@@ -115,12 +126,13 @@ class CpuMemory:
 class CudaMemory:
     """torch's symmetric memory. Ranks that are part of a larger group get a process group of their own, made once."""
 
-    def __init__(self, group: Group, places: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, group: Group, places: tuple[int, ...], device: torch.device, deadline: float = DEADLINE) -> None:
         if group.size > 1 and group.process_group is None:
             raise ConfigError("a group without a process group", where="symmetric memory", expected="one made by torch.distributed",
                               do="open it with Group.of(process_group)")
         self.group, self.places, self.rank = group, places, places.index(group.rank)
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        _own_gpu(group, places, str(torch.cuda.get_device_properties(self._device).uuid), deadline)
         self._process_group = group.process_group
         if len(places) < group.size:
             ranks = [group.ranks[p] for p in places]
@@ -139,7 +151,7 @@ class CudaMemory:
             with warnings.catch_warnings():
                 # Needed up to torch 2.8, superfluous and deprecated later.
                 warnings.simplefilter("ignore")
-                upstream.enable_symm_mem_for_group(name)
+                getattr(upstream, "enable_symm_mem_for_group", lambda name: None)(name)
             mine = upstream.empty(nbytes, dtype=torch.uint8, device=self._device)
             handle = upstream.rendezvous(mine, name)
             mine.zero_()

@@ -20,7 +20,8 @@ from ..distributed.groups import DEADLINE, Group
 from ..distributed.health import BACK, OUT
 from ..errors import ConfigError, SessionError, ShapeError
 from ..kernels.dispatch.message import LAYER, MORE, Message
-from ..kernels.dispatch.naive import combine_rows, combine_sums, expert_rows, read, route, serve, tokens_in, write
+from ..kernels.dispatch.naive import combine_sums, expert_rows, read, route, serve, tokens_in, write
+from ..kernels.dispatch.op import total
 from ..metrics import Metrics
 from ..runtime import REAL, Runtime
 from .placement import Placement
@@ -234,7 +235,7 @@ class Flight:
         for r, (rows, token_n) in enumerate(zip(back, tokens, strict=True)):
             on_nK = self._route.dest_TK[token_n] == r
             rows_TKD[token_n] = torch.where(on_nK[..., None], rows, rows_TKD[token_n])
-        return combine_rows(rows_TKD, self._ids_TK, self._weights_TK, self._d.placement.experts, spec.dtype)
+        return total(rows_TKD.flatten(0, 1), self._ids_TK, self._weights_TK, self._d.placement.experts, spec.dtype)
 
     def _stay(self) -> torch.Tensor:
         d = self._d
@@ -246,4 +247,4 @@ class Flight:
         if not d.spec.deterministic:
             return experts(self._hidden_TD, self._ids_TK, self._weights_TK.float())
         rows_TKD = expert_rows(experts, self._hidden_TD, self._ids_TK)
-        return combine_rows(rows_TKD, self._ids_TK, self._weights_TK, d.placement.experts, d.spec.dtype)
+        return total(rows_TKD.flatten(0, 1), self._ids_TK, self._weights_TK, d.placement.experts, d.spec.dtype)

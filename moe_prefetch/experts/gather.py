@@ -10,11 +10,11 @@ import torch
 
 from ..distributed.groups import DEADLINE, Group
 from ..distributed.health import culprits
-from ..distributed.symmetric import SharedBlock, symmetric_memory
+from ..distributed.symmetric import SharedBlock, SymmetricMemory, symmetric_memory
 from ..errors import PeerError, ShapeError, UnsupportedModelError
 from ..kernels.dispatch import op
 from ..kernels.dispatch.message import LINE
-from ..kernels.dispatch.naive import combine_rows, serve
+from ..kernels.dispatch.naive import serve
 from ..kernels.dispatch.planes import LATE, MOVED, NUMBER, STATE, Planes
 from ..runtime import REAL, Runtime
 from .dispatch import DispatchSpec, LayerExperts
@@ -26,12 +26,14 @@ class Gather:
 
     tokens    the most tokens that any rank has in a call; all ranks run as many rounds as they take
     deadline  seconds that a device waits for another, in every wait
+    memory    None: what `symmetric_memory` finds
 
     Raises ConfigError: ranks that differ; UnsupportedModelError: ranks on several hosts; ShapeError; PeerError; MemoryError.
     """
 
     def __init__(self, group: Group, spec: DispatchSpec, placement: Placement, local: LayerExperts, *, tokens: int,
-                 device: torch.device | str, deadline: float = 30.0, attach_deadline: float = DEADLINE, runtime: Runtime = REAL) -> None:
+                 device: torch.device | str, deadline: float = 30.0, attach_deadline: float = DEADLINE, runtime: Runtime = REAL,
+                 memory: SymmetricMemory | None = None) -> None:
         self.group, self.spec, self.placement, self._local = group, spec, placement, local
         self._device, self._deadline = torch.device(device), deadline
         self.planes = Planes(group.size, spec.capacity, spec.hidden, spec.top_k, spec.dtype, spec.deterministic)
@@ -42,7 +44,7 @@ class Gather:
         if len(set(group.hosts(attach_deadline))) > 1 or spec.fp8:
             raise UnsupportedModelError("rows in fp8" if spec.fp8 else "a group that spans hosts", where="gather",
                                         expected="one host, rows in the model's dtype", do="use Dispatch")
-        memory = symmetric_memory(group, self._device, runtime, attach_deadline)
+        memory = memory or symmetric_memory(group, self._device, runtime, attach_deadline)
         self.block: SharedBlock = memory.allocate(self.planes.nbytes, attach_deadline)
         with torch.inference_mode(False):
             self._bases_R = torch.tensor(self.block.bases, dtype=torch.int64, device=self._device)
@@ -54,6 +56,9 @@ class Gather:
             for r in range(group.size):
                 number[r, list(placement.held_by(r))] = torch.arange(len(placement.held_by(r)))
             self._number_RE = number.to(self._device)
+            if self._device.type == "cuda":
+                # Calls may come on any stream.
+                torch.cuda.synchronize(self._device)
         # Nanoseconds on a GPU; the interpreter has no clock and counts its looks, a few thousand a second.
         self._limit = int(deadline * (1e9 if self._device.type == "cuda" else 5e3))
         group.agree("gather", {"ready": True}, attach_deadline)
@@ -80,11 +85,11 @@ class Gather:
         ids, weights, rows, _ = self.planes.views(self.block.mine, turn)
         result = serve(self._message, functools.partial(self._local, layer), rows, ids, weights)
         op.give(result.reshape(-1, spec.hidden), *same, spec.top_k, spec.deterministic, turn, me, self._limit)
-        out = op.collect(ids_TK, self._serve_E, self.block.mine, self._failed, self.group.size, C, spec.hidden, spec.dtype,
+        out = op.collect(ids_TK, self._serve_E, self.block.mine, self._state, self.group.size, C, spec.hidden, spec.dtype,
                          spec.deterministic, turn)
         if not spec.deterministic:
             return out
-        return total(out, ids_TK, weights_TK, self.placement.experts, spec.dtype)
+        return op.total(out, ids_TK, weights_TK, self.placement.experts, spec.dtype)
 
     # health ------------------------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -106,12 +111,3 @@ class Gather:
     def waited(self) -> tuple[float, float]:
         """Seconds since the start that this device waited for ranks that had not arrived, and for rows and results of those that had."""
         return int(self._state[LATE]) / 1e9, int(self._state[MOVED]) / 1e9
-
-
-def total(rows_PD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
-    """[T, D] from each expert's row, in ascending order of experts."""
-    if rows_PD.device.type == "cuda" and len(ids_TK):
-        from ..kernels.expert_mlp import fused
-
-        return fused.total(rows_PD, ids_TK, weights_TK, experts, dtype)
-    return combine_rows(rows_PD.view(*ids_TK.shape, rows_PD.shape[1]), ids_TK, weights_TK, experts, dtype)

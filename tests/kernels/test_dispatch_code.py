@@ -44,7 +44,7 @@ def test_the_operators(unreduced):
     same = (gather._bases_R, gather.block.mine, gather._state, gather._failed, 4)
     # The block's address is in a table, so a clone of it can't stand in for it: the schema and the fake kernel are checked.
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(op.collect, (ids, gather._serve_E, gather.block.mine, gather._failed, 1, 4, 16, torch.float32, unreduced, 0),
+    torch.library.opcheck(op.collect, (ids, gather._serve_E, gather.block.mine, gather._state, 1, 4, 16, torch.float32, unreduced, 0),
                           test_utils=checks)
     torch.library.opcheck(op.put, (hidden, ids, weights, gather._serve_E, gather._number_RE, *same, unreduced, 0, 0, 10_000),
                           test_utils=("test_faketensor",))

@@ -6,8 +6,8 @@
 
 In `put` and `give` the program that finishes last (counted with acquire and release order) raises the rank's flag at every receiver with
 release order at system scope, and waits there for everybody's: no program waits that others of its launch are still behind. The number of
-the exchange lives on the device, so replays of a graph need no reset. A wait ends at the deadline: the late ranks become bits of `failed`,
-no later wait waits, and results are NaN.
+the exchange lives on the device, so replays of a graph need no reset. A wait ends at the deadline: the late ranks become bits of FAILED in
+the state and of `failed`, which the host looks at; no later wait waits, and results are NaN.
 """
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 from ..expert_mlp.fused_elements import ASM, entry, narrow, part, wide
-from .planes import ARRIVED, BACK, GIVE_DONE, LATE, MOVED, NUMBER, OUT, PUT_DONE, Planes
+from .planes import ARRIVED, BACK, FAILED, GIVE_DONE, LATE, MOVED, NUMBER, OUT, PUT_DONE, Planes
 
 LINE = tl.constexpr(128)
 F_OUT, F_BACK, F_ARRIVED = tl.constexpr(OUT), tl.constexpr(BACK), tl.constexpr(ARRIVED)
-S_NUMBER, S_PUT, S_GIVE, S_LATE, S_MOVED = (tl.constexpr(x) for x in (NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED))
+S_NUMBER, S_PUT, S_GIVE, S_LATE, S_MOVED, S_FAILED = (tl.constexpr(x) for x in (NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED, FAILED))
 WORD = {2: torch.int16, 4: torch.int32}
 
 
@@ -48,13 +48,13 @@ def raise_flags(bases_ptr, kind: tl.constexpr, me, value, R: tl.constexpr):
 
 
 @triton.jit
-def wait_flags(base, failed_ptr, kind: tl.constexpr, value, limit, R: tl.constexpr):
+def wait_flags(base, state_ptr, failed_ptr, kind: tl.constexpr, value, limit, R: tl.constexpr):
     """Until every sender's flag is there. `limit`: nanoseconds, or looks under the interpreter."""
     start = clock()
     looks = tl.full((), 0, tl.int64)
     for sender in range(R):
         flag = flag_of(base, kind, sender, R)
-        over = tl.load(failed_ptr, volatile=True) != 0
+        over = tl.load(state_ptr + S_FAILED, volatile=True) != 0
         while (entry(flag, 0) < value) & (over == 0):
             looks += 1
             if ASM:
@@ -62,7 +62,9 @@ def wait_flags(base, failed_ptr, kind: tl.constexpr, value, limit, R: tl.constex
             else:
                 over = looks > limit
             if over:
-                tl.atomic_or(failed_ptr, tl.full((), 1, tl.int64) << sender, sem="relaxed", scope="sys")
+                late = tl.full((), 1, tl.int64) << sender
+                tl.atomic_or(state_ptr + S_FAILED, late, sem="relaxed", scope="gpu")
+                tl.atomic_or(failed_ptr, late, sem="relaxed", scope="sys")
     return clock() - start
 
 
@@ -101,8 +103,8 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
     if tl.atomic_add(state_ptr + S_PUT, 1, sem="acq_rel", scope="sys") == C * R - 1:
         tl.store(state_ptr + S_PUT, 0)
         raise_flags(bases_ptr, F_OUT, me, value, R)
-        late = wait_flags(base, failed_ptr, F_ARRIVED, value, limit, R)
-        moved = wait_flags(base, failed_ptr, F_OUT, value, limit, R)
+        late = wait_flags(base, state_ptr, failed_ptr, F_ARRIVED, value, limit, R)
+        moved = wait_flags(base, state_ptr, failed_ptr, F_OUT, value, limit, R)
         tl.store(state_ptr + S_LATE, tl.load(state_ptr + S_LATE) + late)
         tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
 
@@ -127,13 +129,13 @@ def give(result_ptr, bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexp
         tl.store(state_ptr + S_GIVE, 0)
         value = tl.load(state_ptr + S_NUMBER) + 1
         raise_flags(bases_ptr, F_BACK, me, value, R)
-        moved = wait_flags(base, failed_ptr, F_BACK, value, limit, R)
+        moved = wait_flags(base, state_ptr, failed_ptr, F_BACK, value, limit, R)
         tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
         tl.store(state_ptr + S_NUMBER, value)
 
 
 @triton.jit
-def gather_sums(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def gather_sums(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
     """out [T, D]: the ranks' sums for a token, in ascending order of ranks, in FP32. results [R, C, D] is this rank's own plane."""
     t = tl.program_id(0).to(tl.int64)
@@ -147,12 +149,12 @@ def gather_sums(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.cons
         there = tl.sum((dest_K == r).to(tl.int32), 0) > 0
         y_D = tl.load(results_ptr + (r * C + t) * D + d_D, mask=(d_D < D) & there, other=0.0, cache_modifier=".cg")
         acc_D += wide(y_D)
-    acc_D = tl.where(tl.load(failed_ptr) != 0, float("nan"), acc_D)
+    acc_D = tl.where(tl.load(state_ptr + S_FAILED) != 0, float("nan"), acc_D)
     tl.store(out_ptr + t * D + d_D, narrow(acc_D, out_ptr.dtype.element_ty), mask=d_D < D)
 
 
 @triton.jit
-def gather_rows(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def gather_rows(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
     """out [T K, D] FP32: each expert's row; zero where an id is masked."""
     pair = tl.program_id(0).to(tl.int64)
@@ -162,7 +164,7 @@ def gather_rows(ids_ptr, serve_ptr, results_ptr, failed_ptr, out_ptr, R: tl.cons
     d_D = tl.program_id(1) * BD + tl.arange(0, BD)
     at = ((dest * C + pair // K) * K + pair % K) * D
     y_D = wide(tl.load(results_ptr + at + d_D, mask=(d_D < D) & known, other=0.0, cache_modifier=".cg"))
-    y_D = tl.where(tl.load(failed_ptr) != 0, float("nan"), y_D)
+    y_D = tl.where(tl.load(state_ptr + S_FAILED) != 0, float("nan"), y_D)
     tl.store(out_ptr + pair * D + d_D, y_D, mask=d_D < D)
 
 
@@ -189,7 +191,7 @@ def launch_give(result_ND: torch.Tensor, bases_R: torch.Tensor, state: torch.Ten
                                                             **shape_constants(planes))
 
 
-def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, failed: torch.Tensor, planes: Planes,
+def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, state: torch.Tensor, planes: Planes,
                   turn: int) -> torch.Tensor:
     """[T, D] in the rows' dtype, or unreduced [T K, D] in FP32."""
     tokens, results = len(ids_TK), planes.views(block, turn)[3]
@@ -198,5 +200,5 @@ def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tens
     out = torch.empty(rows, planes.hidden, dtype=dtype, device=block.device)
     same = shape_constants(planes) | {"BD": min(512, triton.next_power_of_2(planes.hidden))}
     if rows:
-        kernel[(rows, -(-planes.hidden // same["BD"]))](ids_TK, serve_E, results, failed, out, E=serve_E.shape[0], num_warps=4, **same)
+        kernel[(rows, -(-planes.hidden // same["BD"]))](ids_TK, serve_E, results, state, out, E=serve_E.shape[0], num_warps=4, **same)
     return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .naive import combine_rows
 from .planes import Planes
 
 
@@ -36,15 +37,27 @@ def give(result_ND: torch.Tensor, bases_R: torch.Tensor, block: torch.Tensor, st
 
 
 @torch.library.custom_op("moe_prefetch::dispatch_collect", mutates_args=())
-def collect(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, failed: torch.Tensor, ranks: int, slots: int, hidden: int,
+def collect(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, state: torch.Tensor, ranks: int, slots: int, hidden: int,
             dtype: torch.dtype, unreduced: bool, turn: int) -> torch.Tensor:
     """[T, D], the sums of all ranks in ascending order; unreduced [T K, D] FP32, each expert's row. NaN after a failure."""
     from . import fused
 
-    return fused.launch_gather(ids_TK, serve_E, block, failed, Planes(ranks, slots, hidden, ids_TK.shape[1], dtype, unreduced), turn)
+    return fused.launch_gather(ids_TK, serve_E, block, state, Planes(ranks, slots, hidden, ids_TK.shape[1], dtype, unreduced), turn)
 
 
 @collect.register_fake
-def _(ids_TK, serve_E, block, failed, ranks, slots, hidden, dtype, unreduced, turn):
+def _(ids_TK, serve_E, block, state, ranks, slots, hidden, dtype, unreduced, turn):
     shape = (ids_TK.numel(), hidden) if unreduced else (len(ids_TK), hidden)
     return block.new_empty(shape, dtype=torch.float32 if unreduced else dtype)
+
+
+def total(rows_PD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """[T, D] from each expert's row [T K, D], as `naive.combine_rows`.
+
+    On a GPU one kernel does it in every mode: whether a product is rounded before it is added must not depend on the mode.
+    """
+    if rows_PD.device.type == "cuda" and len(ids_TK):
+        from ..expert_mlp import fused
+
+        return fused.total(rows_PD, ids_TK.contiguous(), weights_TK.float().contiguous(), experts, dtype)
+    return combine_rows(rows_PD.view(*ids_TK.shape, rows_PD.shape[1]), ids_TK, weights_TK, experts, dtype)

@@ -15,8 +15,8 @@ from .message import LINE
 OUT, BACK, ARRIVED = 0, 1, 2  # flags of a sender, a line each; the first two as in `distributed.health`
 KINDS = 3
 # Words of a rank's own state, int64: the last exchange that is done; programs of the running launches that have finished; nanoseconds
-# waited for ranks that had not arrived, and for rows and results of those that had, since the start.
-NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED = range(5)
+# waited for ranks that had not arrived, and for rows and results of those that had, since the start; ranks that did not come, a bit each.
+NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED, FAILED = range(6)
 STATE = 8
 
 
