@@ -40,25 +40,20 @@ class RandomSource:
         pass
 
 
-class Decode:
-    """`wrong` counts numbers that differ from all-resident in any bit, `asked` distinct experts of all layers and steps."""
+class Traffic:
+    """What routers choose and what is said of it before. `asked` counts distinct experts of all layers and steps."""
 
-    def __init__(self, home: Home, device: str, *, layers: int = 26, experts: int = 16, slots: int = 6, tokens: int = 4, top_k: int = 2,
-                 form: Form | None = None, mode: int | None = None, link_E: tuple[int, ...] | None = None, **more: Any) -> None:
-        self.form = form or Form("bfloat16", 256, 128)
-        self.layers, self.num_experts, self.top_k, self.mode, self.device = layers, experts, top_k, mode, device
-        self.store = MemoryStore(RandomSource(self.form, layers, experts), home, REAL)
-        self.resident = MemoryStore(RandomSource(self.form, layers, experts), LocalHome(device, REAL), REAL)
-        self.resident_LE = torch.tensor([[self.resident.address(n, e) for e in range(experts)] for n in range(layers)], device=device)
-        self.device_experts = DeviceExperts(self.store, device, REAL, slots, link_E=link_E or (0,) * experts, **more)
-        self.logits = torch.zeros(layers, tokens, experts, device=device)
+    def __init__(self, experts: DeviceExperts, device: str, hidden: int, tokens: int, top_k: int, mode: int | None) -> None:
+        self.device_experts, self.device, self.top_k, self.mode = experts, device, top_k, mode
+        layers, experts_ = experts.tables.where_LE.shape
+        self.layers, self.num_experts = layers, experts_
+        self.logits = torch.zeros(layers, tokens, experts_, device=device)
         self.next_ids = torch.zeros(layers, tokens, top_k, dtype=torch.int64, device=device)
         self.ids = torch.zeros_like(self.next_ids)
         self.weights = torch.zeros(layers, tokens, top_k, device=device)
-        self.hidden = torch.zeros(tokens, self.form.hidden, dtype=torch.bfloat16, device=device)
-        self.prob, self.nearer = (torch.zeros(layers + HORIZON, experts, dtype=torch.int32, device=device) for _ in range(2))
-        self.wrong, self.asked = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        self.out = torch.zeros_like(self.hidden)
+        self.hidden = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
+        self.prob, self.nearer = (torch.zeros(layers + HORIZON, experts_, dtype=torch.int32, device=device) for _ in range(2))
+        self.asked = torch.zeros(1, dtype=torch.int64, device=device)
 
     def demanded(self, ids: torch.Tensor) -> torch.Tensor:
         """[L, E] bool."""
@@ -87,6 +82,20 @@ class Decode:
     def forecast(self, layer: int) -> torch.Tensor:
         """[2, E]: of the next layer and the one after."""
         return torch.stack([self.nearer[layer + 1], self.prob[layer + 2]])
+
+
+class Decode(Traffic):
+    """`wrong` counts numbers that differ from all-resident in any bit."""
+
+    def __init__(self, home: Home, device: str, *, layers: int = 26, experts: int = 16, slots: int = 6, tokens: int = 4, top_k: int = 2,
+                 form: Form | None = None, mode: int | None = None, link_E: tuple[int, ...] | None = None, **more: Any) -> None:
+        self.form = form or Form("bfloat16", 256, 128)
+        self.store = MemoryStore(RandomSource(self.form, layers, experts), home, REAL)
+        self.resident = MemoryStore(RandomSource(self.form, layers, experts), LocalHome(device, REAL), REAL)
+        self.resident_LE = torch.tensor([[self.resident.address(n, e) for e in range(experts)] for n in range(layers)], device=device)
+        behind = DeviceExperts(self.store, device, REAL, slots, link_E=link_E or (0,) * experts, **more)
+        super().__init__(behind, device, self.form.hidden, tokens, top_k, mode)
+        self.wrong, self.out = torch.zeros_like(self.asked), torch.zeros_like(self.hidden)
 
     def step(self) -> None:
         self.draw()

@@ -156,38 +156,3 @@ def test_compiles_for_hopper_without_spills() -> None:
     assert done.stdout.count(" spills 0 ") == 3, done.stdout
     mover = done.stdout.splitlines()[0]
     assert " loads 8 stores 8 narrow 0 fences 1 release 1 " in mover, mover
-
-
-def test_steps_read_the_right_bytes_one_kernel_after_the_other() -> None:
-    from .graph_step import Step
-
-    step = Step(layers=3, experts=8, slots=3, nbytes=1 << 9, share=0.3)
-    for _ in range(10):
-        step.step()
-        step.check()
-    assert int(step.wrong) == 0
-    assert 0 < int(step.hit) < int(step.asked)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("home", ["host", "local"])
-def test_a_captured_step_of_26_layers_reads_the_right_bytes(home: str) -> None:
-    """10,000 replays in all; forecasts perfect, random, empty and adversarial by turns."""
-    from .graph_step import Step
-
-    counts = Step(home=home).replay(5000)
-    assert counts["wrong_words"] == 0
-    assert 0 < counts["in_slots"] < counts["asked"]
-
-
-@pytest.mark.parametrize("fault", ["no rehome", "stale words"])
-def test_a_broken_step_reads_wrong_bytes(fault: str) -> None:
-    from .graph_step import GPU, Step
-
-    step = Step(fault=fault) if GPU else Step(layers=3, experts=8, slots=3, nbytes=1 << 9, share=0.3, fault=fault)
-    if GPU:
-        assert step.replay(100)["wrong_words"] > 0
-        return
-    for _ in range(10):
-        step.step()
-    assert int(step.wrong) > 0
