@@ -15,15 +15,14 @@ from moe_prefetch.kernels.dispatch import fused
 from moe_prefetch.kernels.dispatch.planes import Planes
 
 WORDS = {"put": ("hidden_ptr",), "give": ("result_ptr",)}
-INTS = ("T", "me")
+INTS = ("T", "C", "me", "ids_at", "weights_at", "rows_at", "results_at")
 
 
 def main() -> None:
     for unreduced in (False, True):
         planes = Planes(2, 64, 2048, 8, torch.bfloat16, unreduced)
-        at, same = planes.offsets(1), fused.shape_constants(planes)
-        constants = {"put": {"E": 128, "IDS": at[0], "WEIGHTS": at[1], "ROWS": at[2], "SIZE": 2},
-                     "give": {"IDS": at[0], "RESULTS": at[3], "BACK_ROWS": planes.back_rows, "SIZE": 2},
+        same = fused.shape_constants(planes)
+        constants = {"put": {"E": 128}, "give": {"BACK_ROWS": planes.back_rows},
                      "gather_sums": {"E": 128, "BD": 512}, "gather_rows": {"E": 128, "BD": 512}}
         for name, more in constants.items():
             fn, fixed = getattr(fused, name), same | more

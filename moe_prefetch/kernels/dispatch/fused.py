@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..expert_mlp.fused_elements import ASM, entry, narrow, part, wide
+from ..expert_mlp.fused_elements import ASM, entry, narrow, wide
 from .planes import ARRIVED, BACK, FAILED, GIVE_DONE, LATE, MOVED, NUMBER, OUT, PUT_DONE, Planes
 
 LINE = tl.constexpr(128)
@@ -69,16 +69,21 @@ def wait_flags(base, state_ptr, failed_ptr, kind: tl.constexpr, value, limit, R:
 
 
 @triton.jit
+def plane(address, at, TYPE: tl.constexpr):
+    """Pointer to a plane, which starts at a multiple of 128 bytes."""
+    return tl.multiple_of((address + at).to(tl.pointer_type(TYPE)), 128)
+
+
+@triton.jit
 def copy_row(source, target, D: tl.constexpr, BD: tl.constexpr):
     for d in tl.static_range(0, D, BD):
         d_D = d + tl.arange(0, BD)
         tl.store(target + d_D, tl.load(source + d_D, mask=d_D < D), mask=d_D < D)
 
 
-@triton.jit(do_not_specialize=["T", "limit", "me"])
-def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, state_ptr, failed_ptr, T, me, limit, R: tl.constexpr,
-        C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, IDS: tl.constexpr,
-        WEIGHTS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "C", "me", "limit", "ids_at", "weights_at", "rows_at"])
+def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, state_ptr, failed_ptr, T, C, me, limit, ids_at, weights_at,
+        rows_at, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
     """serve [E]: who serves an expert; number [R, E]: which of its own it is there, -1: none. hidden in words of the rows' size."""
     WORD: tl.constexpr = hidden_ptr.dtype.element_ty
     c, to = tl.program_id(0), tl.program_id(1)
@@ -93,11 +98,11 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
     known_K = (id_K >= 0) & (id_K < E)
     goes_K = known_K & (tl.load(serve_ptr + id_K, mask=known_K, other=-1) == to)
     own_K = tl.load(number_ptr + to * E + id_K, mask=goes_K, other=-1)
-    tl.store((there + IDS).to(tl.pointer_type(tl.int64)) + slot * K + k_K, own_K, mask=k_K < K)
+    tl.store((there + ids_at).to(tl.pointer_type(tl.int64)) + slot * K + k_K, own_K, mask=k_K < K)
     if tl.sum(goes_K.to(tl.int32), 0) > 0:
         weight_K = tl.load(weights_ptr + c * K + k_K, mask=k_K < K, other=0.0)
-        tl.store((there + WEIGHTS).to(tl.pointer_type(tl.float32)) + slot * K + k_K, weight_K, mask=k_K < K)
-        copy_row(hidden_ptr + c.to(tl.int64) * D, part(there, ROWS, WORD) + slot.to(tl.int64) * D, D, BD)
+        tl.store((there + weights_at).to(tl.pointer_type(tl.float32)) + slot * K + k_K, weight_K, mask=k_K < K)
+        copy_row(hidden_ptr + c.to(tl.int64) * D, plane(there, rows_at, WORD) + slot.to(tl.int64) * D, D, BD)
     # All threads of this program have written before one of them counts it.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + S_PUT, 1, sem="acq_rel", scope="sys") == C * R - 1:
@@ -109,21 +114,21 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
         tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
 
 
-@triton.jit(do_not_specialize=["limit", "me"])
-def give(result_ptr, bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-         BACK_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, IDS: tl.constexpr, RESULTS: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["C", "me", "limit", "ids_at", "results_at"])
+def give(result_ptr, bases_ptr, state_ptr, failed_ptr, C, me, limit, ids_at, results_at, R: tl.constexpr, K: tl.constexpr,
+         KP: tl.constexpr, BACK_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """result [R C (K), D], in words: row (sender, slot (, k)) to the sender, where one of its ids (id k) is this rank's."""
     WORD: tl.constexpr = result_ptr.dtype.element_ty
     row = tl.program_id(0)
     slot, k = row // BACK_ROWS, row % BACK_ROWS
     base = tl.load(bases_ptr + me)
     k_K = tl.arange(0, KP)
-    id_K = tl.load((base + IDS).to(tl.pointer_type(tl.int64)) + slot * K + k_K, mask=k_K < K, other=-1, cache_modifier=".cg")
+    id_K = tl.load((base + ids_at).to(tl.pointer_type(tl.int64)) + slot * K + k_K, mask=k_K < K, other=-1, cache_modifier=".cg")
     wanted_K = (id_K >= 0) & ((k_K == k) | (BACK_ROWS == 1))
     if tl.sum(wanted_K.to(tl.int32), 0) > 0:
         there = tl.load(bases_ptr + slot // C)
         at = ((me * C + slot % C) * BACK_ROWS + k).to(tl.int64) * D
-        copy_row(result_ptr + row.to(tl.int64) * D, part(there, RESULTS, WORD) + at, D, BD)
+        copy_row(result_ptr + row.to(tl.int64) * D, plane(there, results_at, WORD) + at, D, BD)
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + S_GIVE, 1, sem="acq_rel", scope="sys") == R * C * BACK_ROWS - 1:
         tl.store(state_ptr + S_GIVE, 0)
@@ -134,8 +139,8 @@ def give(result_ptr, bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexp
         tl.store(state_ptr + S_NUMBER, value)
 
 
-@triton.jit
-def gather_sums(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+@triton.jit(do_not_specialize=["C"])
+def gather_sums(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, C, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
     """out [T, D]: the ranks' sums for a token, in ascending order of ranks, in FP32. results [R, C, D] is this rank's own plane."""
     t = tl.program_id(0).to(tl.int64)
@@ -153,8 +158,8 @@ def gather_sums(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.const
     tl.store(out_ptr + t * D + d_D, narrow(acc_D, out_ptr.dtype.element_ty), mask=d_D < D)
 
 
-@triton.jit
-def gather_rows(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+@triton.jit(do_not_specialize=["C"])
+def gather_rows(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, C, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
                 D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
     """out [T K, D] FP32: each expert's row; zero where an id is masked."""
     pair = tl.program_id(0).to(tl.int64)
@@ -170,25 +175,23 @@ def gather_rows(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, R: tl.const
 
 # launches -------------------------------------------------------------------------------------------------------------------
 def shape_constants(planes: Planes) -> dict[str, int]:
-    return {"R": planes.ranks, "C": planes.slots, "K": planes.top_k, "KP": triton.next_power_of_2(max(2, planes.top_k)), "D": planes.hidden,
+    return {"R": planes.ranks, "K": planes.top_k, "KP": triton.next_power_of_2(max(2, planes.top_k)), "D": planes.hidden,
             "BD": min(2048, triton.next_power_of_2(planes.hidden))}
 
 
 def launch_put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
                bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int, me: int, limit: int) -> None:
     ids, weights, rows, _ = planes.offsets(turn)
-    size = planes.dtype.itemsize
-    put[(planes.slots, planes.ranks)](hidden_TD.view(WORD[size]), ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed,
-                                      len(hidden_TD), me, limit, E=serve_E.shape[0], IDS=ids, WEIGHTS=weights, ROWS=rows, SIZE=size,
-                                      num_warps=4, **shape_constants(planes))
+    words = hidden_TD.view(WORD[planes.dtype.itemsize])
+    put[(planes.slots, planes.ranks)](words, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, len(hidden_TD), planes.slots,
+                                      me, limit, ids, weights, rows, E=serve_E.shape[0], num_warps=4, **shape_constants(planes))
 
 
 def launch_give(result_ND: torch.Tensor, bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int,
                 me: int, limit: int) -> None:
-    size, at = planes.dtype.itemsize, planes.offsets(turn)
-    give[(planes.ranks * planes.slots * planes.back_rows,)](result_ND.view(WORD[size]), bases_R, state, failed, me, limit, IDS=at[0],
-                                                            RESULTS=at[3], BACK_ROWS=planes.back_rows, SIZE=size, num_warps=4,
-                                                            **shape_constants(planes))
+    words, at = result_ND.view(WORD[planes.dtype.itemsize]), planes.offsets(turn)
+    give[(planes.ranks * planes.slots * planes.back_rows,)](words, bases_R, state, failed, planes.slots, me, limit, at[0], at[3],
+                                                            BACK_ROWS=planes.back_rows, num_warps=4, **shape_constants(planes))
 
 
 def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, state: torch.Tensor, planes: Planes,
@@ -200,5 +203,6 @@ def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tens
     out = torch.empty(rows, planes.hidden, dtype=dtype, device=block.device)
     same = shape_constants(planes) | {"BD": min(512, triton.next_power_of_2(planes.hidden))}
     if rows:
-        kernel[(rows, -(-planes.hidden // same["BD"]))](ids_TK, serve_E, results, state, out, E=serve_E.shape[0], num_warps=4, **same)
+        grid = (rows, -(-planes.hidden // same["BD"]))
+        kernel[grid](ids_TK, serve_E, results, state, out, planes.slots, E=serve_E.shape[0], num_warps=4, **same)
     return out
