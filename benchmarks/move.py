@@ -157,7 +157,7 @@ def main() -> None:
         forms += [(128 << 10, 128 << 10, 16), (128 << 10, 32 << 10, 8), (256 << 10, 64 << 10, 16), (64 << 10, 32 << 10, 8)]
     for kind in ("host", *(["peer"] if torch.cuda.device_count() > 1 else []), "local"):
         bench = Bench(kind)
-        for programs in (4, 8, 16, 24):
+        for programs in (4, 6, 8, 16, 24):
             for form in forms if programs in (8, 24) else forms[:1]:
                 gbps, right = bench.gbps(programs, *form)
                 failed += not right

@@ -40,6 +40,17 @@ class RandomSource:
         pass
 
 
+class CopySource(RandomSource):
+    """The experts of another store, from its records."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store.form, store.num_layers, store.num_experts)
+        self._store = store
+
+    def tensors(self, layer: int, expert: int) -> dict[str, Piece]:
+        return {n: v for n, v in self._store.layout.views(self._store.buffer(layer, expert)).items() if n in self.form.shapes()}
+
+
 class Traffic:
     """What routers choose and what is said of it before. `asked` counts distinct experts of all layers and steps."""
 
@@ -91,7 +102,7 @@ class Decode(Traffic):
                  form: Form | None = None, mode: int | None = None, link_E: tuple[int, ...] | None = None, **more: Any) -> None:
         self.form = form or Form("bfloat16", 256, 128)
         self.store = MemoryStore(RandomSource(self.form, layers, experts), home, REAL)
-        self.resident = MemoryStore(RandomSource(self.form, layers, experts), LocalHome(device, REAL), REAL)
+        self.resident = MemoryStore(CopySource(self.store), LocalHome(device, REAL), REAL)
         self.resident_LE = torch.tensor([[self.resident.address(n, e) for e in range(experts)] for n in range(layers)], device=device)
         behind = DeviceExperts(self.store, device, REAL, slots, link_E=link_E or (0,) * experts, **more)
         super().__init__(behind, device, self.form.hidden, tokens, top_k, mode)
