@@ -6,9 +6,10 @@ exact    a decode step of 26 layers with forecasts, plans, moves, publications, 
          bit with the same kernels over experts that are all resident: beside each layer in the graph, and now and then launched one by
          one. Homes: the host's memory, this GPU's.
 delays   10^5 steps of four layers with delays drawn at every place where another program may come between: nothing is found wrong.
+warm     an expert kernel after 20 us in which HBM idles, with and without its records asked into L2 at the start of them; 1 to 8 tokens.
 faults   each violation of `tests/protocol/device_faults.py` is found, and nothing without it.
 
-usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults] [--replays 10000] [--steps 100000] [--commit ID]
+usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm] [--replays 10000] [--steps 100000] [--commit ID]
 """
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_prefetch.experts.homes import HostHome, LocalHome
+from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import Form
+from moe_prefetch.kernels.plan.naive import Tables
+from moe_prefetch.kernels.warm.op import warm as ask
 from moe_prefetch.runtime import REAL
+from moe_prefetch.types import PROB_ONE
 from tests.experts.decode_step import Decode
 
 FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
@@ -118,11 +123,82 @@ def faults() -> list[Row]:
     return [("violations", "found", good, f"of {len(FAULTS)}", "each clean without it")]
 
 
+# bf16: width of an expert, experts a token has; hidden 2048.
+MODELS = {"qwen3-30b-a3b": (2048, 768, 8), "deepseek-v2-lite": (2048, 1408, 6)}
+LAYERS, EXPERTS = 12, 32
+
+
+class Warm:
+    """Layers of a model whose experts lie in this memory, each after `idle_us` in which one thread is busy."""
+
+    def __init__(self, hidden: int, width: int, top_k: int, idle_us: float = 20.0) -> None:
+        self.form, self.top_k, self.idle_us = Form("bfloat16", hidden, width), top_k, idle_us
+        self.nbytes = self.form.layout().nbytes
+        self.block = torch.randn(LAYERS * EXPERTS * self.nbytes // 2, dtype=torch.bfloat16, device="cuda") * 0.02
+        where_LE = self.block.data_ptr() + self.nbytes * torch.arange(LAYERS * EXPERTS, device="cuda").view(LAYERS, EXPERTS)
+        none, link_LE = where_LE.new_empty(0), torch.full((LAYERS, EXPERTS), -1, dtype=torch.int32, device="cuda")
+        self.t = Tables(where_LE, where_LE, none, none, none, none, none, none, none, link_LE, none, none, none)
+        self.chosen = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")
+
+    def draw(self, tokens: int) -> None:
+        self.x = torch.randn(tokens, self.form.hidden, dtype=torch.bfloat16, device="cuda")
+        self.ids_LTK = torch.rand(LAYERS, tokens, EXPERTS, device="cuda").topk(self.top_k).indices
+        self.weights = torch.rand(tokens, self.top_k, device="cuda")
+        self.prob_LE = torch.zeros(LAYERS, EXPERTS, device="cuda").scatter_(1, self.ids_LTK.flatten(1), PROB_ONE).int()
+
+    def step(self, megabytes: int) -> list[torch.Tensor]:
+        out = []
+        for n in range(LAYERS):
+            if megabytes:
+                ask(self.t, n, self.prob_LE[n], self.chosen, int(megabytes * 1e6 / self.nbytes), self.nbytes)
+            torch.cuda._sleep(int(self.idle_us * 1.7e3))
+            out.append(expert_mlp(self.x, self.ids_LTK[n], self.weights, self.t.where_LE[n], self.form))
+        return out
+
+    def measure(self, megabytes: int) -> tuple[float, list[torch.Tensor]]:
+        """(us a layer, what the layers gave)."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self.step(megabytes)
+        with torch.cuda.graph(graph, stream=stream):
+            out = self.step(megabytes)
+        return median_us(graph) / LAYERS, out
+
+
+def warm() -> list[Row]:
+    rows: list[Row] = []
+    for model, shape in MODELS.items():
+        case = Warm(*shape)
+        for tokens in (1, 2, 4, 8):
+            case.draw(tokens)
+            took = {m: case.measure(m) for m in (0, 10, 20, 30, 40, 0)}
+            same = all(torch.equal(a, b) for _, out in took.values() for a, b in zip(out, took[0][1], strict=True))
+            print(f"{model} {tokens} tokens: " + ", ".join(f"{m} MB {us:.1f} us" for m, (us, _) in took.items()),
+                  "same" if same else "DIFFERENT", flush=True)
+            if not same:
+                raise SystemExit("warm changed a bit")
+            rows += [(f"{model}_t{tokens}_warm{m}mb", "us", us, "us", "bits as without") for m, (us, _) in took.items()]
+    return rows
+
+
+def median_us(graph: torch.cuda.CUDAGraph, times: int = 15) -> float:
+    found = []
+    for _ in range(times):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        found.append(a.elapsed_time(b) * 1e3)
+    return sorted(found)[len(found) // 2]
+
+
 def processes(n: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
-PARTS = {"exact": lambda args: exact(args.replays // 2), "delays": lambda args: delays(args.steps), "faults": lambda args: faults()}
+PARTS = {"exact": lambda args: exact(args.replays // 2), "delays": lambda args: delays(args.steps), "faults": lambda args: faults(),
+         "warm": lambda args: warm()}
 
 
 def main() -> None:

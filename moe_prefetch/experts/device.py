@@ -27,6 +27,7 @@ from ..kernels.probe_topk.op import probe_topk, scratch_for
 from ..kernels.protocol import EXPERT_MASK, GENERATION_AT, STATE_AT
 from ..kernels.settle.naive import COUNTS
 from ..kernels.settle.op import settle, withdraw
+from ..kernels.warm.op import warm
 from ..runtime import Runtime
 from ..types import SlotState
 from .homes import MemoryStore
@@ -35,6 +36,7 @@ from .planner import HYSTERESIS, KEEP, WASTE, Budget, Link
 
 HORIZON = 2
 COSTS = Costs(WASTE, KEEP, HYSTERESIS)
+WARM = 24 << 20  # bytes: what half of a large chip's L2 holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class DeviceExperts:
         self.next_NE = torch.full((min(HORIZON, layers), experts), -1, dtype=torch.int32, device=device)
         # Taps follow each other, so they share the largest scratch.
         self._scratch = max((scratch_for(tokens, tap) for tap in taps if tap is not None), key=torch.numel, default=None)
+        self._chosen_E = i32(experts)
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     # a step ---------------------------------------------------------------------------------------------------------
@@ -131,6 +134,10 @@ class DeviceExperts:
             self._plan(layer + HORIZON, prob_HE[1:2], 0)
         if layer + 1 < self.layers:
             withdraw(self.tables, layer + 1, prob_HE[0], COSTS.waste)
+
+    def warm(self, layer: int, prob_E: torch.Tensor, nbytes: int = WARM) -> None:
+        """Ask for what is expected of `layer` and lies in this memory, up to `nbytes` of it, into L2: before the layer's attention."""
+        warm(self.tables, layer, prob_E, self._chosen_E, nbytes // self.store.layout.nbytes, self.store.layout.nbytes)
 
     def experts(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, limit: float = 0.0,
                 alpha: float = 1.0) -> torch.Tensor:

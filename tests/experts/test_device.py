@@ -124,6 +124,7 @@ def test_a_tap_speaks_for_the_two_layers_after_it() -> None:
     assert torch.equal(d.tables.queue_LS[2], other.tables.queue_LS[2])
     for layer in range(1, 4):
         d.moe_input(layer, hidden)
+        d.warm(layer, said[0])
     d.step_end()
     d.check()
 
