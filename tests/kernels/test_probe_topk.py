@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -211,6 +212,19 @@ def test_op_refuses_what_does_not_fit() -> None:
         probe_topk(x, w, scratch_for(5, w).long())
 
 
+@pytest.mark.parametrize(("arrays", "elements", "second"), [(1, 1, 0), (4, 4, 0), (4, 2, 256), (14, 4, 0), (32, 8, 64), (100, 4, 4)])
+def test_the_text_that_waits_names_every_word_once(arrays: int, elements: int, second: int) -> None:
+    text, constraints, pack, kinds = fused.spin(arrays, elements, second)
+    words = len(kinds) * pack
+    assert constraints.split(",") == ["=&r"] * words + ["l"] * 2 * pack + ["r"] * words
+    assert pack <= elements and (words <= 64 or pack == 1) and len(kinds) == arrays * (2 if second else 1)
+    reads = re.findall(r"setp.eq.s32 q, (\$\d+), -1;\n@q ld.volatile.global.b32 (\$\d+), \[a\+(\d+)\]", text)
+    assert sorted(int(o[1:]) for o, _, _ in reads) == list(range(words)) and all(a == b for a, b, _ in reads)
+    # the words of `second` are the later ones
+    assert all((int(o[1:]) >= arrays * pack) == (int(far) > 0) for o, _, far in reads)
+    assert re.findall(r"mov.b32 (\$\d+), (\$\d+);", text) == [(f"${i}", f"${words + 2 * pack + i}") for i in range(words)]
+
+
 COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -226,7 +240,8 @@ for tokens, past, dtype in ((1, False, torch.bfloat16), (64, True, torch.bfloat1
     ptx = kernels[-1].asm["ptx"]
     # the weights are asked for before the kernel waits for its predecessor
     first = ptx.index("griddepcontrol.wait")
-    words = {"mma": "mma.sync", "redux": "redux.sync", "early": "griddepcontrol.launch_dependents"}
+    words = {"mma": "mma.sync", "redux": "redux.sync", "early": "griddepcontrol.launch_dependents",
+             "spin": "max.u32", "sum": "atom.global.gpu.relaxed.add.u64"}
     print(*[k for k, v in words.items() if v in ptx], "ahead" if "ld.global" in ptx[:first] else "behind",
           "local" if ".local" in ptx else "registers")
 """
@@ -236,4 +251,4 @@ def test_compiles_for_hopper_without_a_gpu() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE, os.path.dirname(__file__)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("mma redux early ahead registers") == 3, done.stdout
+    assert done.stdout.count("mma redux early spin sum ahead registers") == 3, done.stdout

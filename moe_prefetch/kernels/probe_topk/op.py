@@ -8,8 +8,10 @@ from .naive import TapWeights, probe_topk_naive
 
 # a word of scratch that nothing has been written to: a NaN that no sum is stored as
 EMPTY_WORD = -1
-# of the fused kernel: elements of the hidden size in a partial sum; the fewest tokens that a program finishes
-CHUNK, FEWEST = 512, 4
+# of the fused kernel: elements of the hidden size in a partial sum; the bit of a 64-bit word where the number of programs starts
+CHUNK, COUNT_BIT = 512, 46
+# more have room neither there nor below
+MOST_TOKENS = 1 << 18
 
 
 @torch.library.custom_op("moe_prefetch::probe_topk", mutates_args=("scratch",))
@@ -25,7 +27,7 @@ def _probe_topk(hidden_TD: torch.Tensor, past_TD: torch.Tensor | None, weight_HN
 def _(hidden_TD, past_TD, weight_HND, past_HRD, shift_HR, up_HER, out_HE, bias_HE, sharp_H, scratch, top_k, linear, norm_eps, sigmoid,
       n_group, topk_group):
     weights = (hidden_TD, past_TD, weight_HND, past_HRD, shift_HR, up_HER, out_HE, bias_HE, sharp_H, top_k, linear, norm_eps, sigmoid)
-    if hidden_TD.shape[0] == 0 or n_group != topk_group:
+    if not 0 < hidden_TD.shape[0] <= MOST_TOKENS or n_group != topk_group:
         return probe_topk_naive(*weights, n_group, topk_group)
     from .fused import launch
 
@@ -38,11 +40,15 @@ def _(hidden_TD, past_TD, weight_HND, past_HRD, shift_HR, up_HER, out_HE, bias_H
     return (hidden_TD.new_empty(h, hidden_TD.shape[0], top_k, dtype=torch.int32), hidden_TD.new_empty(h, e, dtype=torch.int32))
 
 
+def sizes(tokens: int, hidden: int, targets: int, experts: int, rank: int, past: bool) -> tuple[int, int]:
+    """Words of scratch: partial sums of every piece of the hidden size, an even number, and 64 bits an expert."""
+    parts = targets * -(-hidden // CHUNK) * tokens * (experts + rank * (1 + past))
+    return parts + parts % 2, targets * experts * 2
+
+
 def _words(tokens: int, tap: TapWeights) -> int:
-    """Words of scratch: partial sums of every piece of the hidden size, and one (1 - p) an expert and FEWEST tokens."""
     (targets, experts), rank, hidden = tap.out_HE.shape, tap.shift_HR.shape[1], tap.weight_HND.shape[2]
-    width = experts + rank * (1 if tap.past_HRD is None else 2)
-    return targets * (-(-hidden // CHUNK) * tokens * width + -(-tokens // FEWEST) * experts)
+    return sum(sizes(tokens, hidden, targets, experts, rank, tap.past_HRD is not None))
 
 
 def scratch_for(tokens: int, tap: TapWeights) -> torch.Tensor:
