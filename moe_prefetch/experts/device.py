@@ -55,7 +55,7 @@ class DeviceCounts:
 
 def links_of(store: MemoryStore) -> tuple[int, ...]:
     """Which link each expert of a store is behind: -1 in this memory, else 0, or the owner's rank where ranks share their homes."""
-    if not store.blocks or len(store.blocks[0].bases) == 1:
+    if len(store.blocks[0].bases) == 1:
         return (-1 if store.home.name == "local" else 0,) * store.num_experts
     owners = (e // store.source.num_experts for e in range(store.num_experts))
     return tuple(-1 if owner == store.home.rank else owner for owner in owners)
@@ -86,8 +86,8 @@ class DeviceExperts:
         self._device, self._runtime, self._taps = device, runtime, tuple(taps)
         self._programs = programs or (MOST if store.home.name == "peer" else PROGRAMS)
         link_E = links_of(store) if link_E is None else tuple(link_E)
-        links = max(1, max(link_E) + 1)
-        budget = budget or Budget(slots, links=(Link(),) * links)
+        # Of ranks that share homes each numbers the links alike, its own among them.
+        budget = budget or Budget(slots, links=(Link(),) * max(len(store.blocks[0].bases), max(link_E) + 1))
         self._first = budget.first
         raw, size = runtime.allocate_on(layers * slots * store.layout.nbytes + LINE, device), layers * slots * store.layout.nbytes
         start = -raw.data_ptr() % LINE

@@ -8,12 +8,14 @@ import torch
 from moe_prefetch.distributed.groups import Group
 from moe_prefetch.distributed.symmetric import symmetric_memory
 from moe_prefetch.errors import MoEPrefetchError
+from moe_prefetch.experts.device import DeviceExperts, links_of
 from moe_prefetch.experts.homes import LocalHome, MemoryStore, SharedHome
 from moe_prefetch.experts.sources import ModuleSource
 from moe_prefetch.experts.where import Where
 from moe_prefetch.kernels.expert_mlp.naive import moe_records
 from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.runtime import REAL
+from moe_prefetch.types import PROB_ONE
 from tests.experts.layouts import E, module_of
 
 
@@ -73,6 +75,45 @@ def records(rank: int, world: int) -> dict[str, Any]:
     store.close()
     found["returned"] = all(torch.equal(a, b) for m, n in zip(mine, before, strict=True)
                             for a, b in zip(m.parameters(), n.parameters(), strict=True))
+    return found
+
+
+def device(rank: int, world: int) -> dict[str, Any]:
+    """Each rank has its own table, slots and ledger over the homes of all; then weights change on every rank at once."""
+    store = MemoryStore(ModuleSource(modules(rank)), home(), REAL)
+    d, group = DeviceExperts(store, "cpu", REAL, 2), Group.of()
+    g = torch.Generator().manual_seed(rank)
+    found: dict[str, Any] = {"links": [n == rank for n in range(world) for _ in range(E)] == [n == -1 for n in links_of(store)],
+                             "same": True, "lent": False}
+
+    def steps() -> None:
+        for _ in range(4):
+            for layer in range(2):
+                x, weights = torch.randn(2, 64, generator=g), torch.rand(2, 2, generator=g)
+                ids = torch.randint(0, store.num_experts, (2, 2), generator=g)
+                d.forecast(layer, torch.randint(0, PROB_ONE, (2, store.num_experts), generator=g, dtype=torch.int32))
+                got = d.experts(layer, x, ids, weights, limit=7.0, alpha=1.702)
+                at_home = [store.buffer(layer, e) for e in range(store.num_experts)]
+                found["same"] &= torch.equal(got, moe_records(x, ids, weights, at_home, store.form, 7.0, 1.702))
+            d.next_NE.random_(0, PROB_ONE, generator=g)
+            d.step_end()
+            d.check()
+            away = d.tables.where_LE != d.tables.home_LE
+            found["lent"] |= bool(away.any())
+            found["own stay"] = not bool(away[:, [e for e, link in enumerate(links_of(store)) if link < 0]].any())
+
+    def write() -> None:
+        for layer in range(2):
+            store.layout.views(store.buffer(layer, rank * E))["down_bias"].fill_(rank + 1.0)
+
+    steps()
+    d.update(write, lambda: group.gather(b"at rest"))
+    found["seen"] = all(bool((store.layout.views(store.buffer(0, r * E))["down_bias"] == r + 1.0).all()) for r in range(world))
+    steps()
+    said = d.counts()
+    found["counted"] = said.total.demanded > 0 and said.moved_K[rank] == said.read_K[rank] == 0 < sum(said.moved_K)
+    group.gather(b"done")
+    store.close()
     return found
 
 

@@ -10,7 +10,7 @@ from tests.experts.layouts import E
 
 pytestmark = pytest.mark.timeout(600)
 DIFFERENCES = {"layers": "layers is", "weights": "weights is"}
-PLAN = [(2, ["records", *(f"differing {d}" for d in DIFFERENCES), "failing"]), (2, ["hosts"]), (3, ["records"])]
+PLAN = [(2, ["records", "device", *(f"differing {d}" for d in DIFFERENCES), "failing"]), (2, ["hosts"]), (3, ["records"])]
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,12 @@ def test_every_rank_reads_every_record_where_it_is(results, world):
         for fact in ("same", "stamps", "law", "copy", "back", "seen", "returned"):
             assert one[fact], fact
     assert len({one["sum"] for one in said}) == 1
+
+
+def test_each_rank_has_its_own_table_and_all_change_their_weights_together(results):
+    for one in whole(results, 2, "device"):
+        for fact in ("links", "same", "lent", "own stay", "seen", "counted"):
+            assert one[fact], fact
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
