@@ -4,10 +4,10 @@ usage: python tests/kernels/expert_code.py [NAME ...]      NAME: <model>_t<token
 
 One JSON object a line and kernel: name, kernel, registers, shared bytes, spills (accesses to local memory), unset (uniform registers that
 are read before any write: an assembler's mistake seen before). For gate_up and down also, in the loop over columns (a short one may be
-unrolled: then of the whole kernel): per_weight (instructions that a thread issues for each element of the matrix), mma (warpgroup tensor
-instructions a step), other (tensor instructions of a warp, and conversions an eighth as fast: none is expected), copies (asynchronous
-16-byte copies past L1), weight_copies (those that weights need), copies_all (all asynchronous copies), loads (others from global memory),
-barriers.
+unrolled: then of the whole kernel): per_weight (instructions that a thread issues for each element of the matrix), mma (tensor
+instructions a step), warp (those of one warp), other (emulated ones, and conversions an eighth as fast: none is expected), copies
+(asynchronous 16-byte copies past L1), weight_copies (those that weights need), copies_all (all asynchronous copies), loads (others from
+global memory), barriers.
 """
 
 from __future__ import annotations
@@ -83,15 +83,16 @@ def facts(name: str) -> list[dict[str, object]]:
             "unset": unset_uniform(code)}
         if what in ("gate_up", "down"):
             # ptxas unrolls short loops: then the whole kernel stands for all its steps.
-            loop = next((body for body in loops(code) if any(" HGMMA" in f" {t}" for t in body)), None)
+            loop = next((body for body in loops(code) if any("MMA" in t for t in body)), None)
             lines = [t for _, t in LINE.findall(code)] if loop is None else loop
             count = lambda pattern: sum(bool(re.search(pattern, t)) for t in lines)  # noqa: E731,B023
             steps = -(-(constants["D"] if what == "gate_up" else constants["F"]) // constants["BK"]) if loop is None else 1
             each = constants["BR"] * constants["BK"] // (32 * warps)
             bits = {"mxfp4": 4, "fp8": 8}.get(MODELS[name.rsplit("_t", 1)[0]][0].weights, 16)
             fact |= {"weight_copies": each * bits // 128}
-            fact |= {"unrolled": loop is None, "per_weight": round(len(lines) / steps / each, 2), "mma": count(r"\bHGMMA") / steps,
-                     "other": count(r"\bHMMA|\bIMMA|\bQGMMA|\bF2F\b"), "copies": count(r"\bLDGSTS\S*BYPASS\S*128"),
+            fact |= {"unrolled": loop is None, "per_weight": round(len(lines) / steps / each, 2),
+                     "mma": count(r"\bHGMMA|\bHMMA") / steps, "warp": count(r"\bHMMA"),
+                     "other": count(r"\bIMMA|\bQGMMA|\bF2F\b"), "copies": count(r"\bLDGSTS\S*BYPASS\S*128"),
                      "copies_all": count(r"\bLDGSTS"), "loads": count(r"\bLDG\b"), "barriers": count(r"\bBAR\.SYNC") / steps}
         found.append(fact)
     return found

@@ -9,6 +9,7 @@
 
 A program loads its table entry once, with acquire order, and its weights past L1 (`.cg`): another kernel may have published either.
 M of the MMA is weight rows, N is tokens, so few tokens waste little and weights come from registers where they are decoded (fp8, mxfp4).
+Both kinds of MMA, of a warp (8 tokens) and of four (16 and more), add alike: seen on an H200, in every case bit for bit.
 Sums run along the contiguous axis in one order whatever T is, so a token's result does not depend on its neighbours. Nothing depends on the
 host: ids, weights and addresses may change between replays of a captured graph.
 """
@@ -90,22 +91,20 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
             acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
             s_R = next_R
     else:
-        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py).
-        j_J, k_K = tl.arange(0, 32), tl.arange(0, 128)
+        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for each group.
+        j_J = tl.arange(0, 32)
         w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
-        x_KT = x_ptr + x_T[None, :] + k_K[:, None]
         scale_R = part(address, SCALE_AT, tl.int32) + row_R
+        x_JT = x_ptr + x_T[None, :] + j_J[:, None]
         for k in tl.range(0, N, 128, num_stages=STAGES):
             w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
             s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
-            if N % 128 == 0:
-                x = tl.load(x_KT + k, cache_modifier=".cg")
-            else:
-                x = tl.load(x_KT + k, mask=k_K[:, None] < N - k, other=0.0, cache_modifier=".cg")
-            low_RJ2 = tl.join(e2m1(w, factor(s_R, 0)[:, None], 0), e2m1(w, factor(s_R, 1)[:, None], 1))
-            high_RJ2 = tl.join(e2m1(w, factor(s_R, 2)[:, None], 2), e2m1(w, factor(s_R, 3)[:, None], 3))
-            w_RK = tl.join(low_RJ2, high_RJ2).permute(0, 3, 2, 1).reshape(R, 128)
-            acc_RT = product(w_RK, x, acc_RT)
+            for g in tl.static_range(4):
+                if 32 * g < N % 128 or N % 128 == 0:
+                    x = tl.load(x_JT + k + 32 * g, cache_modifier=".cg")
+                else:
+                    x = tl.load(x_JT + k + 32 * g, mask=k + 32 * g < N, other=0.0, cache_modifier=".cg")
+                acc_RT = product(e2m1(w, factor(s_R, g)[:, None], g), x, acc_RT)
     return acc_RT
 
 
@@ -140,9 +139,9 @@ def place(BLOCKS, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-             DIRECT: tl.constexpr):
-    """(expert, which of BT columns count, pair of each column) of an item; an expert from E on where an item is none.
+def pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+             BT: tl.constexpr, DIRECT: tl.constexpr):
+    """(expert, address of its record, which of BT columns count, pair of each column) of an item; expert E or more where an item is none.
 
     DIRECT: there are at most BT tokens, a column each; item i is the expert of pair i, if no pair before names it. Else from what `plan`
     wrote. Columns that do not count repeat a pair that does.
@@ -150,9 +149,11 @@ def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.cons
     j_T = tl.arange(0, BT)
     if DIRECT:
         # The first load that the table entry, and so every weight, waits for.
-        own = tl.load(ids_ptr + item)
+        own = tl.load(ids_ptr + item, cache_modifier=".cg")
+        address = entry(where_ptr, tl.maximum(tl.minimum(own, E - 1), 0))
         k_K = tl.arange(0, KP)
-        ids_TK = tl.load(ids_ptr + j_T[:, None] * K + k_K[None, :], mask=(j_T < T)[:, None] & (k_K < K)[None, :], other=-1)
+        ids_TK = tl.load(ids_ptr + j_T[:, None] * K + k_K[None, :], mask=(j_T < T)[:, None] & (k_K < K)[None, :], other=-1,
+                         cache_modifier=".cg")
         k_T = tl.min(tl.where(ids_TK == own, k_K[None, :], KP), axis=1)
         on_T = k_T < KP
         pair_T = j_T * K + k_T
@@ -164,12 +165,13 @@ def pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.cons
         count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
         tiles_E = (count_E + BT - 1) // BT
         e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
+        address = entry(where_ptr, tl.minimum(e, E - 1))
         n = tl.sum(tl.where(i_E == e, count_E, 0), 0)
         j_T += (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
         at_T = tl.minimum(e, E - 1).to(tl.int64) * T + tl.maximum(tl.minimum(j_T, n - 1), 0)
         pair_T = tl.load(pair_ptr + at_T, mask=j_T >= 0, other=0, cache_modifier=".cg").to(tl.int64)
         on_T = j_T < n
-    return e, on_T, pair_T
+    return e, address, on_T, pair_T
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -184,8 +186,7 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     item, block = place(tl.cdiv(F, BF), TOGETHER)
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
-    address = entry(where_ptr, tl.minimum(e, E - 1))
+    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     if e < E:
         r_R = tl.arange(0, BR)
         f_R = tl.minimum(block * BF + r_R % BF, F - 1)
@@ -218,8 +219,7 @@ def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constex
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     # All but h was there before gate_up began, which waited for it: so what can be done is done while gate_up ends.
     item, block = place(tl.cdiv(D, BR), TOGETHER)
-    e, on_T, pair_T = pairs_of(ids_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
-    address = entry(where_ptr, tl.minimum(e, E - 1))
+    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -240,13 +240,11 @@ def combine(y_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constex
             PDL: tl.constexpr):
     """out [T, D] = the sum over a token's experts, ascending, of weight times y; y [T K, D] in any type."""
     t = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Ids and weights were there before gate_up began.
     k_K = tl.arange(0, KP)
     on_K = k_K < K
-    id_K = tl.load(ids_ptr + t * K + k_K, mask=on_K, other=-1)
-    weight_K = tl.load(weights_ptr + t * K + k_K, mask=on_K, other=0.0)
+    id_K = tl.load(ids_ptr + t * K + k_K, mask=on_K, other=-1, cache_modifier=".cg")
+    weight_K = tl.load(weights_ptr + t * K + k_K, mask=on_K, other=0.0, cache_modifier=".cg")
     on_K = (id_K >= 0) & (id_K < E)
     id_K = tl.where(on_K, id_K, -1).to(tl.int32)
     # Of equal ids the first counts, with all their weights. [i, j]: j against i.
@@ -254,6 +252,9 @@ def combine(y_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constex
     weight_K = tl.sum(tl.where(same, weight_K[None, :], 0.0), 1)
     counts_K = on_K & (tl.min(tl.where(same, k_K[None, :], KP), 1) == k_K)
     rank_K = tl.sum((counts_K[None, :] & (id_K[None, :] < id_K[:, None])).to(tl.int32), 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     d_D = tl.program_id(1) * BD + tl.arange(0, BD)
     acc_D = tl.zeros((BD,), tl.float32)
     for i in tl.static_range(K):
@@ -291,6 +292,8 @@ def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
     """Pairs of an item: by how many an expert has on average, so that few experts need a second item."""
     pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
     most = 128 if form.weights not in ("fp8", "mxfp4") else 64  # decoding and its registers cost more than a second item
+    if form.weights == "mxfp4" and (direct(tokens) or pairs <= 3):
+        return 8
     return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
 
@@ -309,14 +312,14 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     rows = 128 if wide >= 2 * PROCESSORS or share(wide) + 0.05 >= share(narrow) else 64
     few = (wide if rows == 128 else narrow) <= PROCESSORS
     if form.weights == "mxfp4":
-        return Tile(n, 128, 128, 4, 5 if n <= 16 else 4 if n == 32 else 3, 4 if n == 64 else 1)
+        return Tile(n, 64, 128, 2, 4) if n == 8 else Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
         return Tile(n, 64 if n == 64 else 128, min(128, form.block), 8 if wide <= PROCESSORS else 4, 3, 4 if n == 64 else 1)
     # Every tile must take the same steps over columns that none divides: a product with zeros can round, too.
     if n <= 32:
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
         return Tile(n, rows, 128 if columns % 128 == 0 else 64, 4, deep)
-    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 3, 4)
+    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4, 8)
 
 
 def direct(tokens: int) -> bool:
