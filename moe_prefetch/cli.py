@@ -249,6 +249,26 @@ def bench_expert_mlp(
     raise typer.Exit(job.main(argv, say=lambda *text, **_: out.print(*text, markup=False, highlight=False)))
 
 
+@bench.command("dispatch")
+def bench_dispatch(
+    file: Annotated[Path, typer.Option("--out", help="CSV to append rows to, as in benchmarks/results.")],
+    gpus: Annotated[int, typer.Option(min=0, help="Ranks, a GPU each. Default: all GPUs; on a CPU 2.")] = 0,
+    cases: Annotated[str, typer.Option(help="Regular expression over names such as qwen3-30b-a3b_ep2_t4_uniform.")] = ".",
+    ids: Annotated[Path | None, typer.Option(help="Real routing of a top-6 model: .npz with expert_ids [tokens, layers, 6].")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="No case is begun later; cases that were not run are named.")] = 420.0,
+    commit: Annotated[str, typer.Option(help="Commit to name in the rows.")] = "unknown",
+    device: Annotated[str, typer.Option(help="cuda; or cpu: the same code with a small model, right or wrong, no figures.")] = "cuda",
+) -> None:
+    """A MoE layer over several GPUs, one-sided, beside NCCL's all-to-all and all-gather/reduce-scatter. Results: docs/dispatch.md."""
+    from .bench import dispatch as job
+
+    argv = ["--out", str(file), "--gpus", str(gpus), "--cases", cases, "--seconds", str(seconds), "--commit", commit, "--device", device]
+    with _errors():
+        code = job.main([*argv, *(["--ids", str(ids)] if ids else [])], say=lambda *text: out.print(*text, markup=False, highlight=False,
+                                                                                                  soft_wrap=True))
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """Entry point of `moe-prefetch`."""
     if sys.argv[1:] == ["env"]:

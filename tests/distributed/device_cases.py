@@ -4,13 +4,12 @@
 """
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,25 +80,6 @@ class StreamMemory:
         return SharedBlock(self.rank, views, tuple(v.data_ptr() for v in views))
 
 
-class IpcMemory:
-    """Blocks that processes open from each other as torch shares CUDA tensors between processes: what torch's symmetric memory is held
-    against."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.places, self.rank, self.device = group, tuple(range(group.size)), group.rank, device
-
-    def allocate(self, nbytes: int, deadline: float = 60.0) -> SharedBlock:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        mine = torch.zeros(-(-nbytes // LINE) * LINE, dtype=torch.uint8, device=self.device)
-        torch.cuda.synchronize()
-        open_it, how = reduce_tensor(mine)
-        words = self.group.gather(pickle.dumps(how), deadline)
-        views = tuple(mine if r == self.rank else open_it(*pickle.loads(w)) for r, w in enumerate(words))
-        self.group.gather(b"opened", deadline)
-        return SharedBlock(self.rank, views, tuple(v.data_ptr() for v in views))
-
-
 # a world ---------------------------------------------------------------------------------------------------------------------
 class World:
     """The ranks that this process plays, with a layer whose records it has whole. A rank serves its own experts alone."""
@@ -158,14 +138,25 @@ class World:
         return gathers
 
     def _warm(self, gathers: list[Gather]) -> None:
-        """Every kernel is loaded before one waits for another of this process: with a mark of failure nothing waits."""
-        for tokens in (self.shape.capacity * self.shape.rounds, 1):
-            for gather, stream in zip(gathers, self.streams, strict=True):
-                with torch.cuda.stream(stream):
-                    gather._state[FAILED] = 1
-                    gather(0, *self.inputs(Batch(self, [tokens] * self.size, "random", 0), 0))  # type: ignore[arg-type]
-                    gather._state[FAILED] = 0
-                torch.cuda.synchronize()
+        """Every kernel is loaded before one waits for another of this process."""
+        with self.unwaiting(gathers):
+            for tokens in (self.shape.capacity * self.shape.rounds, 1):
+                batch = Batch(self, [tokens] * self.size, "random", 0)  # type: ignore[arg-type]
+                for i, gather in enumerate(gathers):
+                    with self.on(i):
+                        gather(0, *self.inputs(batch, 0))
+                    torch.cuda.synchronize()
+
+    @contextmanager
+    def unwaiting(self, gathers: list[Gather]) -> Iterator[None]:
+        """With a mark of failure nothing waits, and results are NaN."""
+        for mark in (1, 0):
+            torch.cuda.synchronize()
+            for gather in gathers:
+                gather._state[FAILED] = mark
+            torch.cuda.synchronize()
+            if mark:
+                yield
 
     def inputs(self, batch: Batch, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden, ids, weights = (t.to(self.device).contiguous() for t in batch.of(rank))
@@ -273,19 +264,33 @@ def replays(world: World, layers: int, count: int, seconds: float, deterministic
         world.groups[0].gather(b"captured")
     first = [[w.clone() for w in row] for row in want]
     bad = [torch.zeros((), dtype=torch.int64, device=world.device) for _ in gathers]
-    worst, done, start = 0.0, 0, time.perf_counter()
-    while done < count:
-        s = (done * 5 + done // sets) % sets
+
+    def once(s: int, keep: bool) -> None:
         for i, go in enumerate(run):
             with world.on(i):
                 for a, b in zip(static[i], data[s][i], strict=True):
                     a.copy_(b)
                 go()
-                if deterministic or done >= sets:
+        # Not before every rank has been started: a kernel's first launch may wait for all that run.
+        for i in range(len(run)):
+            with world.on(i):
+                if keep:
+                    first[s][i].copy_(out[i])
+                else:
                     bad[i] += (out[i] != first[s][i]).any()
                     bad[i] += out[i].isnan().any()
-                else:
-                    first[s][i].copy_(out[i])
+
+    if cuda:
+        with world.unwaiting(gathers):
+            once(0, False)
+        for b in bad:
+            b.zero_()
+        if len(world.groups) == 1:
+            world.groups[0].gather(b"warm")
+    worst, done, start = 0.0, 0, time.perf_counter()
+    while done < count:
+        s = (done * 5 + done // sets) % sets
+        once(s, not deterministic and done < sets)
         done += 1
         if done <= 2 * sets or done % 50 == 0:
             world.settle(gathers)

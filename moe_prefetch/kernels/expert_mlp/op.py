@@ -22,7 +22,9 @@ def _expert_mlp(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch
                 records: Sequence[torch.Tensor], weights: str, width: int, bias: str, scale: str, block: int, limit: float,
                 alpha: float) -> torch.Tensor:
     form = Form(weights, hidden_TD.shape[1], width, bias, scale, block)
-    if hidden_TD.device.type == "cuda" and ids_TK.numel():
+    if not ids_TK.numel():
+        return torch.zeros_like(hidden_TD)
+    if hidden_TD.device.type == "cuda":
         from . import fused, grouped
 
         if GROUPED_FROM is not None and ids_TK.numel() >= GROUPED_FROM and grouped.serves(form, hidden_TD.dtype, records):

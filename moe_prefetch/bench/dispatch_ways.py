@@ -1,0 +1,250 @@
+"""Ways to run a MoE layer whose experts lie on several ranks: ours, and by collectives as people do it today. All use one expert kernel.
+
+A way is `way(n, hidden_TD, ids_TK, weights_TK)`: the layer's sum [T, D]; n counts layers. `captured`: it can be in a CUDA graph. Every rank
+has T tokens. Experts are even over ranks, consecutive.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.groups import Group
+from ..distributed.symmetric import SharedBlock, symmetric_memory
+from ..errors import ConfigError
+from ..experts.dispatch import Dispatch, DispatchSpec, LayerExperts
+from ..experts.gather import Gather
+from ..experts.placement import Placement
+from ..kernels.expert_mlp.op import expert_mlp
+from ..kernels.expert_mlp.record import Form
+from .expert_mlp import random_block
+
+
+@dataclass(frozen=True)
+class Model:
+    form: Form
+    experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.form.weights, torch.bfloat16) if self.form.weights in ("float32", "float16") else torch.bfloat16
+
+
+class Bank:
+    """One model's experts over a group: this rank's records in memory that all ranks of the host read. Collective to make."""
+
+    def __init__(self, group: Group, model: Model, device: torch.device) -> None:
+        self.group, self.model, self.device, self.rank, self.ranks = group, model, device, group.rank, group.size
+        if model.experts < group.size:
+            raise ConfigError(f"{model.experts} experts on {group.size} ranks", where="bench dispatch", expected="an expert for each rank",
+                              do="take fewer ranks")
+        self.placement = Placement.even(model.experts, group.size)
+        self.owner_E = torch.tensor(self.placement.serve_RE[0], dtype=torch.int64, device=device)
+        held = [self.placement.held_by(r) for r in range(group.size)]
+        self.number_E = torch.tensor([e - held[r][0] for r, mine in enumerate(held) for e in mine], dtype=torch.int64, device=device)
+        size, most = model.form.layout().nbytes, max(map(len, held))
+        memory = symmetric_memory(group, device)
+        self._block: SharedBlock = memory.allocate(most * size)
+        views = [v[: most * size].view(most, size) for v in self._block.views]
+        torch.manual_seed(1000 + group.rank)
+        views[memory.rank][: len(held[group.rank])].copy_(random_block(model.form, len(held[group.rank]), device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        group.gather(b"filled")
+        self.records = [views[r][i] for r, mine in enumerate(held) for i in range(len(mine))]
+        self.own = [views[group.rank][i] for i in range(len(held[group.rank]))]
+        self._table = {"own": self._addresses(self.own), "all": self._addresses(self.records)}
+
+    def _addresses(self, records: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([r.data_ptr() for r in records], dtype=torch.int64, device=self.device)
+
+    def _experts(self, which: str, records: list[torch.Tensor]) -> LayerExperts:
+        table, twin = self._table[which], records if self.device.type == "cpu" else ()
+        return lambda layer, x, ids, weights: expert_mlp(x, ids, weights, table, self.model.form, records=twin)
+
+    def local(self) -> LayerExperts:
+        return self._experts("own", self.own)
+
+    def everywhere(self) -> LayerExperts:
+        return self._experts("all", self.records)
+
+    def spec(self, tokens: int) -> DispatchSpec:
+        return DispatchSpec(self.model.form.hidden, self.model.top_k, self.model.dtype, max(1, tokens))
+
+
+def nothing(layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Experts that do nothing: what is left is the way there and back."""
+    return x
+
+
+def unpacked(rows_NB: torch.Tensor, dtype: torch.dtype, per: int, hidden: int, top_k: int) -> tuple[torch.Tensor, ...]:
+    """Hidden states, ids and weights of uint8 rows that carry them one after another, each of `per` tokens."""
+    size, found = dtype.itemsize, []
+    widths = [per * hidden * size, per * top_k * 8, per * top_k * 4]
+    for part, kind, columns in zip(rows_NB.split(widths, 1), (dtype, torch.int64, torch.float32), (hidden, top_k, top_k), strict=True):
+        # Flat first: a single row counts as contiguous whatever its stride.
+        found.append(part.contiguous().reshape(-1).view(kind).view(len(rows_NB) * per, columns))
+    return tuple(found)
+
+
+class Way:
+    """Made for calls of `tokens` tokens; `experts` are this rank's own."""
+
+    name = ""
+    captured = True
+
+    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
+        self.bank, self.tokens, self.experts = bank, tokens, experts
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises what a device has found."""
+
+    def close(self) -> None: ...
+
+    def own_ids(self, ids: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Ids within the experts of a rank (default: this one), -1 for the others."""
+        mine = self.bank.owner_E[ids] == (self.bank.rank if rank is None else rank)
+        return torch.where(mine, self.bank.number_E[ids], -1)
+
+
+class OneSided(Way):
+    """Ours, mode gather: one-sided put and give."""
+
+    name = "gather"
+
+    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
+        super().__init__(bank, tokens, experts)
+        self._dispatch: Dispatch | None = None
+        if bank.device.type == "cpu":
+            self._dispatch = Dispatch(bank.group, bank.spec(tokens), bank.placement, "gather", local=experts)
+        else:
+            self._gather = Gather(bank.group, bank.spec(tokens), bank.placement, experts, tokens=tokens, device=bank.device)
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        return (self._dispatch or self._gather)(n, x_TD, ids_TK, weights_TK)
+
+    def check(self) -> None:
+        if self._dispatch is None:
+            self._gather.check()
+
+    def close(self) -> None:
+        if self._dispatch is not None:
+            self._dispatch.close()
+
+
+class InPlace(Way):
+    """Ours, mode stay: every rank reads the experts it needs where they lie."""
+
+    name = "stay"
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        return self.bank.everywhere()(n, x_TD, ids_TK, weights_TK)
+
+
+class Host(Way):
+    """Ours, mode host: messages by the framework's all-to-all, with the host in between."""
+
+    name, captured = "host", False
+
+    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
+        super().__init__(bank, tokens, experts)
+        self._dispatch = Dispatch(bank.group, bank.spec(tokens), bank.placement, "host", local=experts, device=bank.device)
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        return self._dispatch(n, x_TD, ids_TK, weights_TK)
+
+    def close(self) -> None:
+        self._dispatch.close()
+
+
+class AllToAll(Way):
+    """Exact sizes, the usual way: counts are exchanged and read by the host, then rows go out and back. A token goes once to a rank."""
+
+    name, captured = "a2a_eager", False
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        bank, (T, D), K = self.bank, x_TD.shape, ids_TK.shape[1]
+        dest_TK = bank.owner_E[ids_TK]
+        goes_RT = (dest_TK[None] == torch.arange(bank.ranks, device=x_TD.device)[:, None, None]).any(-1)
+        rank_N, token_N = goes_RT.nonzero(as_tuple=True)
+        out_R = goes_RT.sum(1)
+        in_R = torch.empty_like(out_R)
+        dist.all_to_all_single(in_R, out_R, group=bank.group.process_group)
+        outs, ins = torch.stack([out_R, in_R]).tolist()
+        number_NK = torch.where(dest_TK[token_N] == rank_N[:, None], bank.number_E[ids_TK[token_N]], -1)
+        # One message a row: a collective less than rows, ids and weights apart.
+        sent = torch.cat([part.contiguous().view(torch.uint8) for part in (x_TD[token_N], number_NK, weights_TK[token_N])], 1)
+        got = sent.new_empty(sum(ins), sent.shape[1])
+        dist.all_to_all_single(got, sent, ins, outs, group=bank.group.process_group)
+        y_MD = self.experts(n, *unpacked(got, x_TD.dtype, 1, D, K))
+        back_ND = y_MD.new_empty(len(token_N), D)
+        dist.all_to_all_single(back_ND, y_MD, outs, ins, group=bank.group.process_group)
+        return torch.zeros(T, D, dtype=torch.float32, device=x_TD.device).index_add_(0, token_N, back_ND.float()).to(x_TD.dtype)
+
+
+class AllToAllPadded(Way):
+    """Static sizes: every token's row to every rank, with the ids that it serves; no host in between."""
+
+    name = "a2a_padded"
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        bank, (T, D), K, R = self.bank, x_TD.shape, ids_TK.shape[1], self.bank.ranks
+        ids_RTK = torch.stack([self.own_ids(ids_TK, r) for r in range(R)])
+        parts = (x_TD.expand(R, T, D), ids_RTK, weights_TK.expand(R, T, K))
+        sent = torch.cat([p.contiguous().view(torch.uint8).view(R, -1) for p in parts], 1)
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=bank.group.process_group)
+        y_ND = self.experts(n, *unpacked(got, x_TD.dtype, T, D, K))
+        back = torch.empty_like(y_ND)
+        dist.all_to_all_single(back, y_ND, group=bank.group.process_group)
+        there_RT1 = (ids_RTK >= 0).any(-1, keepdim=True)
+        return torch.where(there_RT1, back.view(R, T, D), 0).sum(0, dtype=torch.float32).to(x_TD.dtype)
+
+
+class AllGather(Way):
+    """Every rank gets every token, computes its experts, and sums are scattered back. Rows, ids and weights in one launch of NCCL."""
+
+    name = "ag_rs"
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        parts = (x_TD, ids_TK, weights_TK)
+        every = [p.new_empty(self.bank.ranks * len(p), p.shape[1]) for p in parts]
+        group = self.bank.group.process_group
+        if x_TD.device.type == "cuda":
+            with dist._coalescing_manager(group=group, device=x_TD.device):
+                for whole, part in zip(every, parts, strict=True):
+                    dist.all_gather_into_tensor(whole, part, group=group)
+        else:
+            for whole, part in zip(every, parts, strict=True):
+                dist.all_gather_into_tensor(whole, part, group=group)
+        return self._scatter(self.experts(n, every[0], self.own_ids(every[1]), every[2]), x_TD)
+
+    def _scatter(self, y_ND: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x_TD)
+        dist.reduce_scatter_tensor(out, y_ND, group=self.bank.group.process_group)
+        return out
+
+
+class AllGatherPacked(AllGather):
+    """The same with one message for rows, ids and weights."""
+
+    name = "ag_rs_packed"
+
+    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        (T, D), K, R = x_TD.shape, ids_TK.shape[1], self.bank.ranks
+        sent = torch.cat([p.contiguous().view(torch.uint8).view(-1) for p in (x_TD, ids_TK, weights_TK)])
+        got = sent.new_empty(R * len(sent))
+        dist.all_gather_into_tensor(got, sent, group=self.bank.group.process_group)
+        x_ND, ids_NK, weights_NK = unpacked(got.view(R, -1), x_TD.dtype, T, D, K)
+        return self._scatter(self.experts(n, x_ND, self.own_ids(ids_NK), weights_NK), x_TD)
+
+
+WAYS: tuple[type[Way], ...] = (OneSided, InPlace, AllGather, AllGatherPacked, AllToAllPadded, AllToAll, Host)
+MakeWays = Callable[[Bank, int], list[Any]]

@@ -1,0 +1,171 @@
+"""attach with experts.home: host: the device's path end to end; on a CPU its laws, on a GPU its kernels and a captured step."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import moe_prefetch
+from moe_prefetch.config import load
+from moe_prefetch.errors import BudgetError, ConfigError, SessionError, UnsupportedModelError
+from moe_prefetch.types import PROB_ONE
+
+from .tiny import FAMILIES, tiny
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+E = 8
+
+
+def model_of(family: str = "qwen2_moe"):
+    return tiny(family, dtype=torch.bfloat16 if GPU else torch.float32).to(DEVICE)
+
+
+def text(seed: int, tokens: int = 9) -> torch.Tensor:
+    return torch.randint(2, 200, (2, tokens), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def run(model, steps: int = 5) -> list[torch.Tensor]:
+    """Logits of a prompt and of single tokens after it."""
+    with torch.no_grad():
+        out = model(text(0), use_cache=True)
+        said, cache = [out.logits], out.past_key_values
+        for n in range(steps):
+            out = model(text(n + 1, 1), past_key_values=cache)
+            said.append(out.logits)
+    return said
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class Liar:
+    """Says anything, another thing each time; nothing every third time."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts, self.asked, self.g = experts, 0, torch.Generator().manual_seed(7)
+
+    def forecast(self, layer: int, step: int, horizon: int, hidden_TD: torch.Tensor) -> tuple[int, ...]:
+        self.asked += 1
+        return () if self.asked % 3 == 0 else tuple(torch.randint(0, PROB_ONE + 1, (self.experts,), generator=self.g).tolist())
+
+    def next_step(self, layer: int, step: int) -> tuple[int, ...]:
+        return self.forecast(layer, step, 0, torch.empty(0))
+
+    def keep(self, layer: int, step: int) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_plan_budget_or_forecast_changes_a_bit(family: str) -> None:
+    model = model_of(family)
+    experts = model.config.get_text_config().num_local_experts if family == "mixtral" else model.config.num_experts
+    before, weights = run(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    with moe_prefetch.attach(model, {"experts": {"home": "host"}}):
+        want = run(model)
+    assert all(torch.allclose(a, b, atol=0.1 if GPU else 1e-3) for a, b in zip(want, before, strict=True))
+    liar = {"forecaster": Liar(experts)}
+    for config, more in (({"resident": 1}, {}), ({"resident": "50%", "plan": "recent"}, {}), ({"resident": 2}, liar)):
+        with moe_prefetch.attach(model, {"experts": {"home": "host", **config}}, **more) as session:
+            assert same(run(model), want), config
+            total = session.ledger.total
+            assert total.demanded > 0
+            assert session.ledger.layers[0].demanded > 0
+            assert total.bytes_moved >= total.miss * session.ledger.record_bytes > 0
+            assert session.held_bytes()["resident"] == session.num_slots * session.num_layers * session.ledger.record_bytes
+        assert session.ledger.total == total
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    assert all(torch.equal(p, weights[n]) and p.device == weights[n].device for n, p in model.named_parameters())
+    assert same(run(model), before)
+
+
+def test_its_taps_are_the_probes(tmp_path) -> None:
+    model = model_of()
+    with moe_prefetch.attach(model, {"experts": {"home": "host", "resident": "50%"}}) as session:
+        run(model)
+        assert session.ledger.total.hit > 0
+        session.report().save(tmp_path)
+        with pytest.raises(SessionError, match="demands"):
+            session.record_demands()
+    assert (tmp_path / "report.md").exists()
+
+
+def test_what_can_not_be_is_refused_before_the_model_is_touched() -> None:
+    model = model_of()
+    for bad, error in (({"plan": "lru"}, ConfigError), ({"threads": 8}, ConfigError), ({"resident": 10_000}, BudgetError)):
+        with pytest.raises(error):
+            moe_prefetch.attach(model, {"experts": {"home": "host", **bad}})
+        assert not any(p.is_meta for p in model.parameters())
+    assert load({"experts": {"home": "host", "resident": 3}}).experts.home == "host"
+    with pytest.raises(ConfigError) as e:
+        load({"experts": {"home": "host", "path": "x", "deadline": 3, "plan": "lru"}})
+    assert all(f"experts.{key} is" in str(e.value) for key in ("path", "deadline", "plan"))
+
+
+def test_another_activation_is_refused() -> None:
+    model = model_of()
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = torch.nn.GELU()
+    with moe_prefetch.attach(model, {"experts": {"home": "host"}}), pytest.raises(UnsupportedModelError, match="GELU"):
+        run(model)
+
+
+def test_a_pass_that_was_abandoned_leaves_the_session_usable() -> None:
+    model = model_of()
+    with moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}}) as session:
+        want = run(model)
+
+        def stop(*args) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+        handle.remove()
+        assert same(run(model), want)
+        session.wait_idle()
+        assert session._device is not None
+        session._device.check()
+
+
+@pytest.mark.gpu
+def test_a_decode_step_captured_by_the_caller() -> None:
+    """Static cache, one graph, replayed with other tokens: the logits of the step as it is."""
+    from transformers import StaticCache
+
+    model = model_of("qwen3_moe")
+    with moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}}) as session, torch.no_grad():
+        tokens = text(1, 1)
+
+        def cache_after_prompt():
+            cache = StaticCache(config=model.config, max_cache_len=64)
+            model(text(0), past_key_values=cache)
+            return cache
+
+        def step(cache, at: torch.Tensor) -> torch.Tensor:
+            return model(tokens, past_key_values=cache, cache_position=at, position_ids=at[None]).logits
+
+        at = torch.tensor([9], device=DEVICE)
+        want = []
+        cache = cache_after_prompt()
+        for n in range(6):
+            tokens.copy_(text(n + 1, 1))
+            at.fill_(9 + n)
+            want.append(step(cache, at).clone())
+        cache = cache_after_prompt()
+        at.fill_(60)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(cache, at)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            logits = step(cache, at)
+        for n in range(6):
+            tokens.copy_(text(n + 1, 1))
+            at.fill_(9 + n)
+            graph.replay()
+            assert torch.equal(logits, want[n])
+        assert session.ledger.total.demanded > 0
