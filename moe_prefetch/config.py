@@ -61,7 +61,8 @@ class DriveConfig(_Section):
 class ExpertsConfig(_Section):
     """Where experts live and how they come."""
 
-    home: Literal["local", "disk"] = Field("local", description="local: all in this device's memory; disk: records in a file")
+    home: Literal["local", "host", "disk"] = Field(
+        "local", description="local: all in this device's memory; host: in the CPU's memory, read by the GPU; disk: records in a file")
     resident: int | str = Field("100%", description="slots per layer (16), share of the experts (50%), or bytes over all layers (2GiB)")
     plan: PlanName = Field("auto", description="who says what to fetch: auto is probe where probe.path is given, else the stale gate")
     path: Path | None = Field(None, description="folder of the record file; default: a temporary one, removed at detach")
@@ -176,6 +177,12 @@ class Config(_Section):
                     faults.append(f"experts.{key} is set, but experts.home: local moves nothing; set home: disk or drop {key}")
             if self.probe.path is not None:
                 faults.append("probe.path is set, but experts.home: local moves nothing; set home: disk or drop it")
+        if experts.home == "host":
+            for key in ("path", "threads", "drive", "deadline"):
+                if getattr(experts, key) != type(experts).model_fields[key].default:
+                    faults.append(f"experts.{key} is set, but experts.home: host has no file and no threads; set home: disk or drop {key}")
+            if experts.plan == "lru":
+                faults.append("experts.plan is lru, but experts.home: host reads on demand in place; use plan: recent, stale or probe")
         if experts.plan == "probe" and self.probe.path is None:
             faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
         if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):

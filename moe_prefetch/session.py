@@ -4,7 +4,6 @@ The probe forecasts, the planner plans, the mover moves, the router decides, com
 """
 from __future__ import annotations
 
-import difflib
 import logging
 import shutil
 import sys
@@ -20,15 +19,19 @@ import torch
 from . import config as config_module
 from .config import Config
 from .errors import BudgetError, ConfigError, SessionError, UnsupportedModelError
-from .experts.compute import LocalCompute, SlotCompute
+from .experts.compute import LocalCompute, SlotCompute, check_hidden, check_silu
+from .experts.device import DeviceExperts
+from .experts.homes import HostHome, MemoryStore
 from .experts.ledger import Ledger
 from .experts.mover import Drive, Mover, bounce_buffers
-from .experts.planner import POLICIES, Budget, Policy, cancellable
+from .experts.planner import Budget, cancellable
 from .experts.slots import SlotTable
+from .experts.sources import LentSource
 from .experts.store import DiskStore, LocalStore, RecordLayout
 from .metrics import Metrics
 from .observe.report import Report, session_report
 from .probes.forecast import Forecaster, ProbeForecaster, checked
+from .probes.policy import policy_of
 from .probes.probe import RoutingProbe
 from .runtime import REAL, Runtime
 from .seam import HostModel, open_model
@@ -77,40 +80,63 @@ class Session:
         self._pass_lock = threading.Lock()
         self._attached = False
         self._mover: Mover | None = None
+        self._store: MemoryStore | None = None
+        self._device: DeviceExperts | None = None
         self._held: int | None = None
         self._clock = [0.0, 0.0]  # last tap, mean seconds from layer to layer
         host.check_kv(config.kv)
-        self.policy = _policy(config, plan, forecaster)
-        self._forecaster = forecaster or self._probe()
-        if config.experts.home == "local":
+        self.policy = policy_of(config, plan, forecaster)
+        probe = None if forecaster else self._probe()
+        self._forecaster = forecaster or (host.share(ProbeForecaster(probe)) if probe and config.experts.home == "disk" else None)
+        if config.experts.home == "host":
+            self._start_device(progress)
+        elif config.experts.home == "local":
             store = LocalStore(host, runtime)
-            self.ledger = Ledger(host.num_layers, store.layout.nbytes)
-            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self.ledger, self._note)
+            self._ledger = Ledger(host.num_layers, store.layout.nbytes)
+            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note)
             self.num_slots = host.num_experts
         else:
             self._start_mover(progress)
         self._attached = True
         try:
             host.install(self, config.kv)
-            if self._mover:
+            if config.experts.home != "local":
                 host.release()
+            if self._store:
+                # Now that the device has the experts' memory back.
+                dtype, device = getattr(torch, self._store.layout.parts[0].dtype), host.gates[0].weight_ED.device
+                taps = [probe.tap(n, dtype) for n in range(host.num_layers)] if probe else []
+                self._device = DeviceExperts(self._store, device, runtime, self.num_slots, taps=taps)
         except BaseException:
             try:
-                if self._mover:
-                    self._restore(self._mover)
+                self._restore()
             finally:
                 self._close()
             raise
 
     # set-up ---------------------------------------------------------------------------------------------------------
-    def _probe(self) -> Forecaster | None:
+    def _probe(self) -> RoutingProbe | None:
         path = self.config.probe.path
         if self.config.experts.home == "local" or not self.policy.forecasts:
             return None
         if path is not None and self.policy.name == "probe":
-            return self._host.share(ProbeForecaster(RoutingProbe.from_pretrained(path, self._host.gates)))
+            return RoutingProbe.from_pretrained(path, self._host.gates)
         log.info("forecasts come from each layer's own gate, unfitted")
-        return self._host.share(ProbeForecaster(RoutingProbe(self._host.gates)))
+        return RoutingProbe(self._host.gates)
+
+    def _start_device(self, progress: Callable[[int, int], None] | None) -> None:
+        host = self._host
+        layout, gate_up = RecordLayout.of(host.tensors(0, 0)), host.tensors(0, 0)["gate_up"]
+        if host.gates[0].experts != host.num_experts:
+            raise UnsupportedModelError("its experts are spread over ranks", where="experts.home: host", expected="all in this process",
+                                        do="use home: local")
+        if gate_up.is_cuda and gate_up.dtype not in (torch.bfloat16, torch.float16):
+            raise UnsupportedModelError(f"its experts are {gate_up.dtype}", where="experts.home: host",
+                                        expected="bfloat16 or float16 on a GPU", do="convert the model, or use home: local")
+        self.num_slots = config_module.slots_per_layer(self.config.experts, num_layers=host.num_layers, num_experts=host.num_experts,
+                                                       record_bytes=layout.nbytes)
+        self._ledger = Ledger(host.num_layers, layout.nbytes)
+        self._store = MemoryStore(LentSource(host), HostHome(self._runtime), self._runtime, progress)
 
     def _start_mover(self, progress: Callable[[int, int], None] | None) -> None:
         host, experts, runtime = self._host, self.config.experts, self._runtime
@@ -131,7 +157,7 @@ class Session:
                 # The open file is enough; without a name it can't outlive this process, however that ends.
                 store.unlink()
             self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
-            self.ledger = Ledger(host.num_layers, store.layout.nbytes)
+            self._ledger = Ledger(host.num_layers, store.layout.nbytes)
             drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
             self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
             self._mover.start()
@@ -143,7 +169,7 @@ class Session:
             if experts.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._compute = SlotCompute(self._mover, self.policy, self.ledger, runtime, self._note, self._keep)
+        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep)
 
     # taps (called by the host) --------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:
@@ -158,6 +184,8 @@ class Session:
             self._pass = threading.get_ident(), sys._getframe(3)
         if abandoned and self._mover is not None:
             self._mover.reset()
+        if abandoned and self._device is not None:
+            self._device.step_end()
         self._kind = "decode" if tokens <= batch else "prefill"
         self._clock[0] = self._runtime.now()
 
@@ -178,6 +206,10 @@ class Session:
         """Horizon 0 has no use while records come from a drive: the attention in between is shorter than a read."""
 
     def moe_input(self, layer: int, hidden_TD: torch.Tensor) -> None:
+        if self._device is not None:
+            if self._owns_pass():
+                self._tell(self._device, layer, hidden_TD)
+            return
         now = self._runtime.now()
         last, mean = self._clock
         self._clock = [now, mean + ((now - last) - mean) / 8]
@@ -197,11 +229,28 @@ class Session:
                     for move in cancellable(tuple(jobs), nearer):
                         self._mover.cancel(jobs[move])
 
+    def _tell(self, device: DeviceExperts, layer: int, hidden_TD: torch.Tensor) -> None:
+        """What is expected after `layer`. A forecaster of the caller's own answers on the host, so the device waits for it."""
+        if self._forecaster is None:
+            device.moe_input(layer, hidden_TD)
+            return
+        ahead = range(1, min(PLAN_HORIZON, self.num_layers - 1 - layer) + 1)
+        rows = [self._forecast(layer + h, h, hidden_TD) or (-1,) * self.num_experts for h in ahead]
+        if rows:
+            device.forecast(layer, torch.tensor(rows, dtype=torch.int32, device=device.next_NE.device))
+        if layer < len(device.next_NE):
+            probs = checked(self._forecaster.next_step(layer, self._step + 1), self.num_experts, self._forecaster)
+            device.next_NE[layer] = torch.tensor(probs or (-1,) * self.num_experts, dtype=torch.int32)
+
     def experts(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
                 act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        if self._mover is not None and not self._owns_pass():
+        if self.config.experts.home != "local" and not self._owns_pass():
             raise SessionError("experts were called outside a forward pass of the model", where=f"layer {layer}",
                                expected="a call of the model", do="call the model itself, or detach first")
+        if self._device is not None:
+            check_hidden(hidden_TD, self._device.store.layout, layer)
+            check_silu(act, layer)
+            return self._device.experts(layer, hidden_TD, ids_TK, weights_TK)
         return self._compute.run(layer, self._step, self._kind, hidden_TD, ids_TK, weights_TK, act)
 
     def step_end(self) -> None:
@@ -209,6 +258,8 @@ class Session:
             return
         try:
             self._step += 1
+            if self._device is not None:
+                self._device.step_end()
             if self._mover is not None:
                 for layer in range(min(PLAN_HORIZON, self.num_layers)):
                     probs = self._forecaster.next_step(layer, self._step) if self._forecaster else ()
@@ -244,16 +295,26 @@ class Session:
             self.demands.append(demand)
 
     def record_demands(self) -> list[Demand]:
-        """Keep every demand from now on (for an oracle, or a trace of expert ids). Returns the growing list."""
+        """Keep every demand from now on (for an oracle, or a trace of expert ids). Returns the growing list. Raises SessionError."""
+        if self._device is not None:
+            raise SessionError("demands stay on the device", where="experts.home: host", do="use home: local or disk to record them")
         self.demands = []
         return self.demands
 
     # looking --------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> dict[str, int]:
         """Expert bytes: `resident` in this process while attached (also asked afterwards), `total` of the model."""
-        total = self.ledger.record_bytes * self.num_layers * self.num_experts
-        held = self._mover.held_bytes() if self._mover else self._held
+        total = self._ledger.record_bytes * self.num_layers * self.num_experts
+        held = self._mover.held_bytes() if self._mover else self._device.buffers.numel() if self._device else self._held
         return {"resident": total if held is None else held, "total": total}
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every demand so far, settled; with experts.home: host waits for the device, and does not tell prefill from decode."""
+        if self._device is not None:
+            said = self._device.counts()
+            self._ledger.layers, self._ledger.kinds = list(said.layers), {"all": said.total}
+        return self._ledger
 
     def report(self) -> Report:
         """Tables and figures of everything since attach; `.save(folder)` writes them."""
@@ -261,6 +322,8 @@ class Session:
 
     def wait_idle(self) -> None:
         """Cancel fetches that have not started, wait for the others, and settle them. Raises DeadlineError."""
+        if self._device is not None:
+            self._device.rest()
         if self._mover is None:
             return
         self._mover.check_usable()
@@ -273,8 +336,8 @@ class Session:
         for layer in range(self.num_layers):
             moved, wasted, cancelled = mover.take_counts(layer)
             if moved or wasted or cancelled:
-                self.ledger.settle(Settlement(layer, self._step, 0, 0, 0, wasted, cancelled, moved * self.ledger.record_bytes, 0.0),
-                                   self._kind)
+                self._ledger.settle(Settlement(layer, self._step, 0, 0, 0, wasted, cancelled, moved * self._ledger.record_bytes, 0.0),
+                                    self._kind)
 
     # the end --------------------------------------------------------------------------------------------------------
     def detach(self) -> None:
@@ -297,17 +360,25 @@ class Session:
                 with mover.lock:
                     mover.drop_slots()
                 self._settle_rest(mover)
-            self._restore(mover)
+        if self._device is not None:
+            self._held, self._ledger = self._device.buffers.numel(), self.ledger
+            # Slots first: the weights need their place.
+            self._device = None
+        self._restore()
         self._close()
 
-    def _restore(self, mover: Mover) -> None:
-        buffer = mover.scratch()
+    def _restore(self) -> None:
+        mover, memory = self._mover, self._store
+        if mover is not None:
+            buffer = mover.scratch()
 
-        def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
-            mover.store.read_into(layer, expert, buffer)
-            return mover.store.layout.views(buffer)
+            def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
+                mover.store.read_into(layer, expert, buffer)
+                return mover.store.layout.views(buffer)
 
-        self._host.restore(read)
+            self._host.restore(read)
+        elif memory is not None:
+            self._host.restore(lambda layer, expert: memory.layout.views(memory.buffer(layer, expert)))
 
     def _close(self) -> None:
         # Each part may be repeated: an interrupt in here leaves a session that `detach` ends.
@@ -317,6 +388,8 @@ class Session:
             self._mover.close()
             self._mover.store.close()
             self._mover = None
+        if self._store is not None:
+            self._store.close()
         self._attached = False
 
     def __enter__(self) -> Session:
@@ -324,22 +397,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.detach()
-
-
-def _policy(config: Config, plan: str | None, forecaster: Forecaster | None) -> Policy:
-    """The policy that will run under the name asked for. Raises ConfigError where another one would have to stand in for it."""
-    name = config.experts.plan if plan is None else plan
-    if name not in ("auto", *POLICIES):
-        near = difflib.get_close_matches(name, POLICIES, n=1)
-        raise ConfigError(f"there is no plan {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where="plan",
-                          expected=", ".join(("auto", *POLICIES)), do="name one of them")
-    if config.experts.home == "local" and (plan not in (None, "auto") or forecaster is not None):
-        raise ConfigError("a plan or forecaster was given, but experts.home is local: nothing moves", where="attach",
-                          do="set experts.home: disk, or drop them")
-    if forecaster is None and (name == "oracle" or (name == "probe" and config.probe.path is None)):
-        raise ConfigError(f"plan {name} was asked for without its source", where="plan",
-                          expected="a forecaster that knows the future" if name == "oracle" else "probe.path, a fitted probe",
-                          do="give it, or use plan: stale (the unfitted gate)")
-    if name == "auto":
-        name = "probe" if config.probe.path is not None else "stale"
-    return POLICIES[name]

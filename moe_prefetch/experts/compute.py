@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import IntegrityError, SessionError, ShapeError
+from ..errors import IntegrityError, SessionError, ShapeError, UnsupportedModelError
 from ..kernels.expert_mlp.naive import Activation, accumulate, tokens_of
 from ..runtime import Runtime
 from ..types import Demand, Lease, Settlement
@@ -35,7 +35,7 @@ def demand_of(layer: int, step: int, ids_TK: torch.Tensor, num_experts: int) -> 
     return Demand(layer, step, tuple(e for e, _ in pairs), tuple(n for _, n in pairs))
 
 
-def _check(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
+def check_hidden(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
     """Raises SessionError, ShapeError."""
     if torch.is_grad_enabled() and hidden_TD.requires_grad:
         raise SessionError("an attached model serves inference only", where="experts", expected="torch.no_grad() or torch.inference_mode()",
@@ -43,6 +43,13 @@ def _check(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
     if str(hidden_TD.dtype) != f"torch.{layout.parts[0].dtype}":
         raise ShapeError(f"hidden states are {hidden_TD.dtype}, the experts {layout.parts[0].dtype}", where=f"layer {layer}",
                          expected="one dtype", do="convert the model before it is attached; detach first if it is")
+
+
+def check_silu(act: Activation, layer: int) -> None:
+    """The kernels over records know SwiGLU. Raises UnsupportedModelError."""
+    if type(act).__name__ not in ("SiLU", "SiLUActivation") and act is not torch.nn.functional.silu:
+        raise UnsupportedModelError(f"its experts use {type(act).__name__}", where=f"layer {layer}", expected="SiLU",
+                                    do="use home: local or disk")
 
 
 class LocalCompute:
@@ -54,7 +61,7 @@ class LocalCompute:
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]."""
-        _check(hidden_TD, self._store.layout, layer)
+        check_hidden(hidden_TD, self._store.layout, layer)
         demand = demand_of(layer, step, ids_TK, self._store.source.num_experts)
         out_TD = torch.zeros_like(hidden_TD)
         for e in demand.experts:
@@ -80,7 +87,7 @@ class SlotCompute:
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]. Raises DeadlineError, ArtefactError."""
         mover = self._mover
-        _check(hidden_TD, mover.store.layout, layer)
+        check_hidden(hidden_TD, mover.store.layout, layer)
         demand = demand_of(layer, step, ids_TK, mover.table.num_experts)
         out_TD = torch.zeros_like(hidden_TD)
         serving = _Serving(mover, self._policy, demand, self._keep_E(layer, step))

@@ -71,10 +71,10 @@ class DeviceExperts:
     """
 
     def __init__(self, store: MemoryStore, device: torch.device | str, runtime: Runtime, slots: int, *, link_E: Sequence[int] | None = None,
-                 budget: Budget | None = None, taps: Sequence[TapWeights | None] = (), tokens: int = 0, programs: int = 0) -> None:
+                 budget: Budget | None = None, taps: Sequence[TapWeights | None] = (), tokens: int = 256, programs: int = 0) -> None:
         """link_E, budget  as in `planner`; left out: `links_of`, every link alike, and as many moves as slots
         taps               of each layer's MoE input, for horizons 1 and 2 as far as there are layers, for up to `tokens` tokens
-        programs           of the mover; 0: 8, or 24 where homes are another GPU's
+        programs           of the mover; 0: 6, or 24 where homes are another GPU's
 
         Raises MemoryError, ShapeError.
         """
@@ -115,15 +115,18 @@ class DeviceExperts:
         self.next_NE = torch.full((min(HORIZON, layers), experts), -1, dtype=torch.int32, device=device)
         # Taps follow each other, so they share the largest scratch.
         self._scratch = max((scratch_for(tokens, tap) for tap in taps if tap is not None), key=torch.numel, default=None)
-        self._chosen_E = i32(experts)
+        self._chosen_E, self._unknown, self._tokens = i32(experts), i32(HORIZON, experts) - 1, tokens
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     # a step ---------------------------------------------------------------------------------------------------------
     def moe_input(self, layer: int, hidden_TD: torch.Tensor, past_TD: torch.Tensor | None = None) -> None:
-        """The tap at a layer's MoE input, before its router: the probe's forecasts are spent. Raises ShapeError."""
+        """The tap at a layer's MoE input, before its router: the probe's forecasts are spent. Raises ShapeError.
+
+        Without taps, and for more tokens than they were made for, the recent load speaks.
+        """
         tap = self._taps[layer] if self._taps else None
-        if tap is not None and self._scratch is not None:
-            self.forecast(layer, probe_topk(hidden_TD, tap, self._scratch, past_TD)[1])
+        known = tap is not None and self._scratch is not None and len(hidden_TD) <= self._tokens
+        self.forecast(layer, probe_topk(hidden_TD, tap, self._scratch, past_TD)[1] if known else self._unknown)
 
     def forecast(self, layer: int, prob_HE: torch.Tensor) -> None:
         """What is expected of the layers after `layer`, int32 [1 or 2, E]; a negative first number in a row: nothing is known.
@@ -144,8 +147,12 @@ class DeviceExperts:
         """The layer's weighted sum, [T, D], from wherever its records are; arguments as in `expert_mlp`. Raises ShapeError."""
         t, ids_TK = self.tables, ids_TK.to(torch.int64).contiguous()
         settle(t, layer, ids_TK, self.ledger_LC)
-        records = () if self._side else self.records(layer)
-        out_TD = expert_mlp(hidden_TD, ids_TK, weights_TK, t.where_LE[layer], self.store.form, records=records, limit=limit, alpha=alpha)
+        if ids_TK.numel():
+            records = () if self._side else self.records(layer)
+            out_TD = expert_mlp(hidden_TD, ids_TK, weights_TK, t.where_LE[layer], self.store.form, records=records, limit=limit,
+                                alpha=alpha)
+        else:
+            out_TD = torch.zeros_like(hidden_TD)
         if layer < HORIZON:
             self._plan(layer, self.next_NE[layer : layer + 1], 1)
         return out_TD
@@ -191,18 +198,19 @@ class DeviceExperts:
 
         `quiesce` returns when every rank that reads these homes has called it: it is called before and after. Between steps only.
         """
-        self._rest()
+        self.rest()
         quiesce()
         t = self.tables
         t.where_LE.copy_(t.home_LE)
         t.slot_LS.bitwise_right_shift_(GENERATION_AT).bitwise_left_shift_(GENERATION_AT)
         self.epoch += 1
-        self._rest()
+        self.rest()
         write()
-        self._rest()
+        self.rest()
         quiesce()
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Return when all that is enqueued has been done, movers too."""
         self.join()
         if self._side:
             torch.cuda.synchronize(self._device)
@@ -211,7 +219,7 @@ class DeviceExperts:
     def counts(self, *, wait: bool = True) -> DeviceCounts:
         """The ledger now, after all that is enqueued; without `wait` as the last finished step has sent it. Not while capturing."""
         if wait:
-            self._rest()
+            self.rest()
             sent = self._block.cpu()
         else:
             # A copy may be arriving: what two looks agree on is whole.
@@ -238,7 +246,7 @@ class DeviceExperts:
 
     def check(self) -> None:
         """Between steps. Raises IntegrityError: an entry leads neither home nor to its expert's READY slot, or a slot is FILLING."""
-        self._rest()
+        self.rest()
         t = self.tables
         state_LS, expert_LS = t.slot_LS >> STATE_AT & 3, (t.slot_LS & EXPERT_MASK) - 1
         want_LE, size = t.home_LE.clone(), self.buffers.shape[2]

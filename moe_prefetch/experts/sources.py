@@ -25,6 +25,7 @@ from torch import nn
 from .. import checkpoint
 from ..errors import ArtefactError, SessionError, UnsupportedModelError
 from ..kernels.expert_mlp.record import Piece, pieces
+from ..seam import HostModel
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?experts\.(.+)")
 _ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(weight|bias|weight_scale_inv)")
@@ -128,6 +129,22 @@ class _Module:
     def get(self, name: str, row: int | None) -> torch.Tensor:
         t = self.tensors[name].detach()
         return t if row is None else t[row]
+
+
+class LentSource:
+    """Experts of a host model that gives their memory back itself, all at once: until then there are two copies of them."""
+
+    def __init__(self, host: HostModel) -> None:
+        self.num_layers, self.num_experts, self.tensors = host.num_layers, host.num_experts, host.tensors
+
+    def held_bytes(self, layer: int) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors(layer, 0).values()) * self.num_experts
+
+    def forget(self, layer: int) -> None:
+        pass
+
+    def recall(self, layer: int, unpack: Callable[[int, Mapping[str, Piece]], None]) -> None:
+        pass
 
 
 class ModuleSource:

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from ..checkpoint import contained, load_tensors, read_json, save_tensors, sha256_file, write_json, write_text
-from ..errors import ArtefactError, ProbeMismatchError, ShapeError
+from ..errors import ArtefactError, ProbeMismatchError, ShapeError, UnsupportedModelError
+from ..kernels.probe_topk.naive import TapWeights, pack
 from ..types import PROB_ONE
 from .router import GateSpec, gate_hash, margins, normalise, scores, select
 
@@ -144,6 +145,21 @@ class RoutingProbe:
         self.residuals = [r and r.to(device) for r in self.residuals]
         self.refresh()
         return self
+
+    def tap(self, layer: int, dtype: torch.dtype) -> TapWeights | None:
+        """What the kernel `probe_topk` reads for the MoE input of `layer`: horizons 1 and 2, as far as there are layers; else None.
+
+        Raises UnsupportedModelError: the horizons have other units.
+        """
+        ahead = [h for h in (1, 2) if layer + h < len(self.gates)]
+        if not ahead:
+            return None
+        parts = [self._parts[layer + h, h] for h in ahead]
+        if len({(p[0].shape[0], self._linear[h]) for h, p in zip(ahead, parts, strict=True) if p is not None}) > 1:
+            raise UnsupportedModelError("horizons 1 and 2 have other numbers of units", where=f"probe, layer {layer}", expected="one rank",
+                                        do="fit both horizons together")
+        linear = max(n for h, n in enumerate(self._linear) if h in ahead)
+        return pack([self.gates[layer + h] for h in ahead], parts, [self._inverse_temperature[layer + h, h] for h in ahead], linear, dtype)
 
     # use -------------------------------------------------------------------------------------------------------------
     def sees_past(self, horizon: int) -> bool:

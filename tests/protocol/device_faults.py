@@ -169,7 +169,7 @@ def rewrite(scene: Scene) -> None:
 class NoRest(DeviceExperts):
     """Weights change whoever reads and moves."""
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
         pass
 
     def join(self) -> None:
@@ -178,9 +178,9 @@ class NoRest(DeviceExperts):
 
 class KeepsSlots(DeviceExperts):
     def update(self, write: Callable[[], None], quiesce: Callable[[], None] = lambda: None) -> None:
-        self._rest()
+        self.rest()
         write()
-        self._rest()
+        self.rest()
 
 
 def update_under_a_reader(fault: Fault, broken: bool) -> list[int]:
@@ -234,14 +234,14 @@ def stalled(fault: Fault, broken: bool) -> list[int]:
     scene = Scene(layers=3)
     d = scene.device_experts
     ended = []
-    for _ in range(2):
+    for expert in (3, 4):
         with torch.cuda.stream(d._side):
             torch.cuda._sleep(150_000_000)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        d._plan(2, one(d, 3), 0)
-        settle(d.tables, 2, ids(3), d.ledger_LC)
-        scene.read_layer(d, 2, ids(3))
+        d._plan(2, one(d, expert), 0)
+        settle(d.tables, 2, ids(expert), d.ledger_LC)
+        scene.read_layer(d, 2, ids(expert))
         end.record()
         d.step_end()
         torch.cuda.synchronize()

@@ -14,8 +14,8 @@ from ..plan.naive import Tables
 from .naive import move_naive
 
 ALIGN = 128  # bytes: of records, slots and what lies between slots
-# Eight fill PCIe, and an HBM-bound kernel beside them slows by little more than their bytes; beside 24 by 30 % (H200).
-PROGRAMS, MOST = 8, 24
+# Six fill PCIe, and an HBM-bound kernel beside them takes 7 % longer than their bytes account for; beside 24 it is 37 % (H200).
+PROGRAMS, MOST = 6, 24
 
 
 @torch.library.custom_op("moe_prefetch::move", mutates_args=("where_LE", "slot_LS", "claim_LE", "taken_LS", "done_LS", "buffers_SB"))
