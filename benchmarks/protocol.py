@@ -6,7 +6,7 @@ exact    a decode step of 26 layers with forecasts, plans, moves, publications, 
          bit with the same kernels over experts that are all resident: beside each layer in the graph, and now and then launched one by
          one. Homes: the host's memory, this GPU's.
 delays   10^5 steps of four layers with delays drawn at every place where another program may come between: nothing is found wrong.
-warm     an expert kernel after 20 us in which HBM idles, with and without its records asked into L2 at the start of them; 1 to 8 tokens.
+warm     an expert kernel after 20 us in which HBM idles, with and without its records asked into L2 meanwhile; 1 to 8 tokens.
 faults   each violation of `tests/protocol/device_faults.py` is found, and nothing without it.
 
 usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm] [--replays 10000] [--steps 100000] [--commit ID]
@@ -138,6 +138,7 @@ class Warm:
         where_LE = self.block.data_ptr() + self.nbytes * torch.arange(LAYERS * EXPERTS, device="cuda").view(LAYERS, EXPERTS)
         none, link_LE = where_LE.new_empty(0), torch.full((LAYERS, EXPERTS), -1, dtype=torch.int32, device="cuda")
         self.t = Tables(where_LE, where_LE, none, none, none, none, none, none, none, link_LE, none, none, none)
+        self.side = torch.cuda.Stream()
         self.chosen = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")
 
     def draw(self, tokens: int) -> None:
@@ -147,11 +148,15 @@ class Warm:
         self.prob_LE = torch.zeros(LAYERS, EXPERTS, device="cuda").scatter_(1, self.ids_LTK.flatten(1), PROB_ONE).int()
 
     def step(self, megabytes: int) -> list[torch.Tensor]:
-        out = []
+        out, main = [], torch.cuda.current_stream()
         for n in range(LAYERS):
             if megabytes:
-                ask(self.t, n, self.prob_LE[n], self.chosen, int(megabytes * 1e6 / self.nbytes), self.nbytes)
+                self.side.wait_stream(main)
+                with torch.cuda.stream(self.side):
+                    ask(self.t, n, self.prob_LE[n], self.chosen, int(megabytes * 1e6 / self.nbytes), self.nbytes)
             torch.cuda._sleep(int(self.idle_us * 1.7e3))
+            if megabytes:
+                main.wait_stream(self.side)
             out.append(expert_mlp(self.x, self.ids_LTK[n], self.weights, self.t.where_LE[n], self.form))
         return out
 
@@ -177,7 +182,7 @@ def warm() -> list[Row]:
                   "same" if same else "DIFFERENT", flush=True)
             if not same:
                 raise SystemExit("warm changed a bit")
-            rows += [(f"{model}_t{tokens}_warm{m}mb", "us", us, "us", "bits as without") for m, (us, _) in took.items()]
+            rows += [(f"{model}_t{tokens}_beside{m}mb", "us", us, "us", "bits as without") for m, (us, _) in took.items()]
     return rows
 
 
