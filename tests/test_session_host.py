@@ -104,6 +104,15 @@ def test_what_can_not_be_is_refused_before_the_model_is_touched() -> None:
     assert all(f"experts.{key} is" in str(e.value) for key in ("path", "deadline", "plan"))
 
 
+def test_attached_in_inference_mode_and_used_out_of_it() -> None:
+    model = model_of()
+    with torch.inference_mode():
+        session = moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}})
+    with session:
+        run(model, 2)
+        assert session.ledger.total.demanded > 0
+
+
 def test_another_activation_is_refused() -> None:
     model = model_of()
     for layer in model.model.layers:

@@ -70,6 +70,8 @@ class DeviceExperts:
     epoch      version of the weights
     """
 
+    # Tensors that are written in inference mode and out of it.
+    @torch.inference_mode(False)
     def __init__(self, store: MemoryStore, device: torch.device | str, runtime: Runtime, slots: int, *, link_E: Sequence[int] | None = None,
                  budget: Budget | None = None, taps: Sequence[TapWeights | None] = (), tokens: int = 256, programs: int = 0) -> None:
         """link_E, budget  as in `planner`; left out: `links_of`, every link alike, and as many moves as slots

@@ -52,6 +52,7 @@ INFERENCE = [
     ("unknown key of ours", ours(expert=DISK), ConfigError, "did you mean 'experts'"),
     ("unknown key within a section", ours(experts={**DISK, "residnt": 2}), ConfigError, "did you mean 'resident'"),
     ("unknown home", ours(experts={"home": "cloud"}), ConfigError, "given: 'cloud'"),
+    ("the host's memory", ours(experts={"home": "host"}), UnsupportedModelError, "host's memory"),
     ("share above one", ours(experts={**DISK, "resident": "150%"}), ConfigError, "no share"),
     ("a budget that holds nothing", ours(experts={**DISK, "resident": "4KiB"}), BudgetError, "holds no expert"),
     ("more slots than experts", ours(experts={**DISK, "resident": 5}), BudgetError, "more than the layer has"),
