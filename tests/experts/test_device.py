@@ -140,3 +140,24 @@ def test_a_caller_is_told_what_does_not_fit() -> None:
     d.tables.where_LE[1, 2] += 128
     with pytest.raises(IntegrityError, match=r"\[1, 2\]"):
         d.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["host", "local"])
+def test_a_captured_step_of_26_layers_is_exact(home: str) -> None:
+    """10,000 replays in all; forecasts perfect, random, empty and adversarial by turns; nothing is allocated."""
+    decode = Decode(HostHome(REAL) if home == "host" else LocalHome("cuda", REAL), "cuda")
+    d = decode.device_experts
+    graph = d.capture(decode.step)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(5000):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    d.check()
+    assert int(decode.wrong) == 0
+    assert torch.equal(decode.out, decode.alone())
+    said = d.counts().total
+    assert said.demanded == int(decode.asked)
+    assert min(said.hit, said.miss, said.wasted) > 0
