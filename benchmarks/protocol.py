@@ -7,9 +7,10 @@ exact    a decode step of 26 layers with forecasts, plans, moves, publications, 
          one. Homes: the host's memory, this GPU's.
 delays   10^5 steps of four layers with delays drawn at every place where another program may come between: nothing is found wrong.
 warm     an expert kernel after 20 us in which HBM idles, with and without its records asked into L2 meanwhile; 1 to 8 tokens.
+cost     what the device's path adds to a layer whose experts are where they are.
 faults   each violation of `tests/protocol/device_faults.py` is found, and nothing without it.
 
-usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm] [--replays 10000] [--steps 100000] [--commit ID]
+usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm cost] [--replays 10000] [--steps 100000] [--commit ID]
 """
 from __future__ import annotations
 
@@ -74,6 +75,34 @@ def exact(replays: int) -> list[Row]:
         rows += [(f"{home.name}_26layers", *more, checked)
                  for more in (("replay_us", us, "us"), ("hit_rate", t.hit_rate, "ratio"), ("differing", 0, "numbers"))]
     return rows
+
+
+def cost() -> list[Row]:
+    """What forecast, plan, settle and the ends of steps add to a layer's expert kernels, 64 experts and 32 slots, nothing to move."""
+    decode = Decode(LocalHome("cuda", REAL), "cuda", layers=8, experts=64, slots=32, top_k=8, form=Form("bfloat16", 512, 256), mode=2)
+    d, x, unknown = decode.device_experts, decode.hidden, torch.full((2, 64), -1, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        decode.step()
+    d.tables.load_LE.zero_()
+
+    def planned() -> None:
+        for layer in range(decode.layers):
+            d.forecast(layer, unknown)
+            d.experts(layer, x, decode.ids[layer], decode.weights[layer])
+        d.step_end()
+        d.tables.load_LE.zero_()
+
+    def alone() -> None:
+        for layer in range(decode.layers):
+            decode.eager(layer, x)
+
+    took = [median_us(d.capture(step)) / decode.layers for step in (planned, alone)]
+    d.check()
+    wrong = int(decode.wrong)
+    print(f"a layer of 64 experts: {took[0]:.1f} us, expert kernels alone {took[1]:.1f} us; {wrong} numbers differ", flush=True)
+    if wrong:
+        raise SystemExit("not exact")
+    return [("e64_s32_nothing_to_move", "us", took[0] - took[1], "us a layer", "bits as all-resident")]
 
 
 def delayed(home: str, steps: int) -> tuple[str, list[int], dict[str, float], float]:
@@ -203,7 +232,7 @@ def processes(n: int) -> ProcessPoolExecutor:
 
 
 PARTS = {"exact": lambda args: exact(args.replays // 2), "delays": lambda args: delays(args.steps), "faults": lambda args: faults(),
-         "warm": lambda args: warm()}
+         "warm": lambda args: warm(), "cost": lambda args: cost()}
 
 
 def main() -> None:
