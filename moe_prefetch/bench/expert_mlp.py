@@ -27,7 +27,7 @@ from ..kernels.expert_mlp.naive import gated, moe_records, weights_of
 from ..kernels.expert_mlp.record import LINE, Form
 from .kv_attend import FIELDS, relative, set_constants, stamp_of, timed
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BOUND = 6e-3
 DRAWS = 6
 DEVICE = "cuda"
