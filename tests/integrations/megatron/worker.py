@@ -1,6 +1,7 @@
 """Runs cases in forked groups of processes, since importing Megatron-core takes seconds and a case takes less than one.
 
 python -m tests.integrations.megatron.worker FOLDER [case ...]      one `<case>.<rank>.json` per rank, `<case>.<rank>.error` where it failed
+`-case` leaves a case out.
 """
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def _group(world: int, names: list[str], folder: Path) -> None:
 
 
 def main() -> None:
-    folder, wanted = Path(sys.argv[1]), sys.argv[2:]
+    folder, asked = Path(sys.argv[1]), sys.argv[2:]
+    wanted, left_out = [n for n in asked if n[0] != "-"], [n[1:] for n in asked if n[0] == "-"]
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
@@ -72,8 +74,9 @@ def main() -> None:
     from tests.integrations.megatron import fault_cases, model_cases  # noqa: F401 add their cases
     from tests.integrations.megatron.cases import CASES
 
+    names = [n for n, c in CASES.items() if (n in wanted if wanted else not c.asked) and n not in left_out]
     for world in sorted({c.world for c in CASES.values()}):
-        _group(world, [n for n, c in CASES.items() if c.world == world and (n in wanted if wanted else not c.asked)], folder)
+        _group(world, [n for n in names if CASES[n].world == world], folder)
 
 
 if __name__ == "__main__":
