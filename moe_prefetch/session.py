@@ -369,7 +369,7 @@ class Session:
 
     def _restore(self) -> None:
         mover, memory = self._mover, self._store
-        if mover is not None:
+        if mover is not None and not mover.closed:
             buffer = mover.scratch()
 
             def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
