@@ -206,10 +206,9 @@ def test_op_refuses_what_does_not_fit() -> None:
             probe_topk(bad, w, scratch_for(5, w))
         with pytest.raises(ShapeError, match="past"):
             probe_topk(x, w, scratch_for(5, w), past_TD=bad)
-    with pytest.raises(ShapeError, match="scratch"):
-        probe_topk(x, w, scratch_for(5, w)[:-1])
-    with pytest.raises(ShapeError, match="scratch"):
-        probe_topk(x, w, scratch_for(5, w).long())
+    for scratch in (scratch_for(5, w)[:-1], scratch_for(5, w).long(), scratch_for(6, w)[1:], scratch_for(10, w)[::2]):
+        with pytest.raises(ShapeError, match="scratch"):
+            probe_topk(x, w, scratch)
 
 
 @pytest.mark.parametrize(("arrays", "elements", "second"), [(1, 1, 0), (4, 4, 0), (4, 2, 256), (14, 4, 0), (32, 8, 64), (100, 4, 4)])

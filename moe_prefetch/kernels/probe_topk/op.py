@@ -71,8 +71,11 @@ def probe_topk(hidden_TD: torch.Tensor, tap: TapWeights, scratch: torch.Tensor,
             raise ShapeError(f"{what} is {x.dtype} {tuple(x.shape)}", where="probe_topk",
                              expected=f"contiguous {tap.weight_HND.dtype} [T, {hidden}]", do="pack the tap in the model's dtype")
     need = _words(len(hidden_TD), tap)
-    if rows != tap.out_HE.shape[1] + tap.shift_HR.shape[1] or scratch.dtype != torch.int32 or scratch.numel() < need:
-        raise ShapeError(f"{rows} rows, scratch of {scratch.numel()} {scratch.dtype}", where="probe_topk",
-                         expected=f"E + R rows and int32 [{need}]", do="use pack() and scratch_for()")
+    # 64-bit words lie in the scratch, too
+    odd = scratch.dtype != torch.int32 or not scratch.is_contiguous() or scratch.storage_offset() % 2 != 0
+    if rows != tap.out_HE.shape[1] + tap.shift_HR.shape[1] or odd or scratch.numel() < need:
+        raise ShapeError(f"{rows} rows, scratch of {scratch.numel()} {scratch.dtype}, from word {scratch.storage_offset()}",
+                         where="probe_topk",
+                         expected=f"E + R rows and contiguous int32 [{need}] from an even word on", do="use pack() and scratch_for()")
     return _probe_topk(hidden_TD, past_TD, tap.weight_HND, tap.past_HRD, tap.shift_HR, tap.up_HER, tap.out_HE, tap.bias_HE, tap.sharp_H,
                        scratch, tap.top_k, tap.linear, tap.norm_eps, tap.sigmoid, tap.n_group, tap.topk_group)
