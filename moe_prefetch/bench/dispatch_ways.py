@@ -15,8 +15,7 @@ import torch.distributed as dist
 from ..distributed.groups import Group
 from ..distributed.symmetric import SharedBlock, symmetric_memory
 from ..errors import ConfigError
-from ..experts.dispatch import Dispatch, DispatchSpec, LayerExperts
-from ..experts.gather import Gather
+from ..experts.dispatch import Dispatch, DispatchSpec, LayerExperts, Mode
 from ..experts.placement import Placement
 from ..kernels.expert_mlp.op import expert_mlp
 from ..kernels.expert_mlp.record import Form
@@ -118,25 +117,20 @@ class OneSided(Way):
     """Ours, mode gather: one-sided put and give."""
 
     name = "gather"
+    mode: Mode = "gather"
 
     def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
         super().__init__(bank, tokens, experts)
-        self._dispatch: Dispatch | None = None
-        if bank.device.type == "cpu":
-            self._dispatch = Dispatch(bank.group, bank.spec(tokens), bank.placement, "gather", local=experts)
-        else:
-            self._gather = Gather(bank.group, bank.spec(tokens), bank.placement, experts, tokens=tokens, device=bank.device)
+        self._dispatch = Dispatch(bank.group, bank.spec(tokens), bank.placement, self.mode, local=experts, device=bank.device)
 
     def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        return (self._dispatch or self._gather)(n, x_TD, ids_TK, weights_TK)
+        return self._dispatch(n, x_TD, ids_TK, weights_TK)
 
     def check(self) -> None:
-        if self._dispatch is None:
-            self._gather.check()
+        self._dispatch.check()
 
     def close(self) -> None:
-        if self._dispatch is not None:
-            self._dispatch.close()
+        self._dispatch.close()
 
 
 class InPlace(Way):
@@ -148,20 +142,11 @@ class InPlace(Way):
         return self.bank.everywhere()(n, x_TD, ids_TK, weights_TK)
 
 
-class Host(Way):
+class Host(OneSided):
     """Ours, mode host: messages by the framework's all-to-all, with the host in between."""
 
     name, captured = "host", False
-
-    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
-        super().__init__(bank, tokens, experts)
-        self._dispatch = Dispatch(bank.group, bank.spec(tokens), bank.placement, "host", local=experts, device=bank.device)
-
-    def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        return self._dispatch(n, x_TD, ids_TK, weights_TK)
-
-    def close(self) -> None:
-        self._dispatch.close()
+    mode: Mode = "host"
 
 
 class AllToAll(Way):

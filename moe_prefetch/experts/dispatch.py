@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -27,6 +27,9 @@ from ..runtime import REAL, Runtime
 from .placement import Placement
 from .transport import Transport, open_transport
 
+if TYPE_CHECKING:
+    from .gather import Gather
+
 Mode = Literal["stay", "gather", "host"]
 MODES = ("stay", "gather", "host")
 # One layer's experts: (layer, rows [N, D], ids int64 [N, K], weights FP32 [N, K]) -> [N, D] in the rows' dtype; ids outside are masked.
@@ -39,6 +42,7 @@ class DispatchSpec:
 
     hidden, top_k, dtype  of the model's MoE layers
     capacity       rows of a message: more tokens for one rank than that take a further exchange
+    tokens         on GPUs, mode gather: the most tokens that a rank has in a call (0: capacity); all calls take as many exchanges
     deterministic  experts' rows come back unreduced and are added in ascending order of experts: the same bits in every mode
     fp8            rows travel as E4M3 with a scale per 128 numbers; results come back in full
     """
@@ -49,6 +53,7 @@ class DispatchSpec:
     capacity: int = 64
     deterministic: bool = False
     fp8: bool = False
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.deterministic and self.fp8:
@@ -77,7 +82,8 @@ class Dispatch:
         self._deadline, self._attach_deadline = deadline, attach_deadline
         self._runtime, self._metrics = runtime, metrics
         self._transports: dict[str, Transport] = {}
-        self._flying: Flight | None = None
+        self._gather: Gather | None = None
+        self._flying: Flight | DeviceFlight | None = None
         group.agree("dispatch", {**{k: str(v) for k, v in asdict(spec).items()}, "deadline": deadline, "version": __version__,
                                  "experts": placement.experts, "device": self._device.type}, attach_deadline)
         self.switch(mode, placement)
@@ -98,7 +104,10 @@ class Dispatch:
             raise (SessionError if "under way" in fault else ConfigError)(
                 fault, where=f"dispatch mode {mode}", expected=f"one of {', '.join(MODES)}, between layers, with what it needs",
                 do="pass local for gather and host, everywhere for stay, and a placement of this group")
-        if mode != "stay" and mode not in self._transports:
+        self._on_device = mode == "gather" and self._launches()
+        if self._on_device:
+            self._place_gather(placement)
+        elif mode != "stay" and mode not in self._transports:
             self._transports[mode] = open_transport(mode, self.group, (self._message.out_bytes, self._message.back_bytes), self._device,
                                                     self._deadline, self._runtime, self._attach_deadline)
         self.mode: Mode = mode
@@ -111,6 +120,20 @@ class Dispatch:
             held = torch.tensor(placement.held_by(r), dtype=torch.int64, device=self._device)
             self._number_RE[r, held] = torch.arange(len(held), device=self._device)
 
+    def _launches(self) -> bool:
+        """Whether kernels do mode gather."""
+        return self._device.type == "cuda"
+
+    def _place_gather(self, placement: Placement) -> None:
+        from .gather import Gather
+
+        if self._gather is not None:
+            self._gather.place(placement)
+            return
+        assert self._local is not None
+        self._gather = Gather(self.group, self.spec, placement, self._local, tokens=self.spec.tokens or self.spec.capacity,
+                              device=self._device, deadline=self._deadline, attach_deadline=self._attach_deadline, runtime=self._runtime)
+
     # a layer -----------------------------------------------------------------------------------------------------------------
     def __call__(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of each token's experts, [T, D] in the model's dtype.
@@ -118,10 +141,14 @@ class Dispatch:
         hidden_TD [T, D]; ids_TK [T, K] integers, masked outside 0..E-1; weights_TK [T, K]. T may be zero and differ between ranks.
         Raises ShapeError before anything is sent; PeerError: another rank did not come, or gave up; SessionError: ranks differ in layers.
         """
-        return self.begin(layer, hidden_TD, ids_TK, weights_TK).finish()
+        return self._start(layer, hidden_TD, ids_TK, weights_TK, waits=True).finish()
 
-    def begin(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Flight:
+    def begin(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Flight | DeviceFlight:
         """Send the rows off; what does not need them (a shared expert) is computed before `finish`. One flight at a time."""
+        return self._start(layer, hidden_TD, ids_TK, weights_TK, waits=False)
+
+    def _start(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
+               waits: bool) -> Flight | DeviceFlight:
         tokens, spec = len(hidden_TD), self.spec
         if (hidden_TD.shape != (tokens, spec.hidden) or ids_TK.shape != (tokens, spec.top_k) or weights_TK.shape != ids_TK.shape
                 or hidden_TD.dtype != spec.dtype or ids_TK.dtype.is_floating_point):
@@ -131,12 +158,21 @@ class Dispatch:
                              do="open the dispatch with the model's sizes")
         if self._flying is not None:
             raise SessionError("rows of another layer are under way", where=f"dispatch, layer {layer}", do="finish it first")
+        if self._on_device:
+            self._flying = device_flight = DeviceFlight(self, layer, hidden_TD, ids_TK.to(torch.int64), weights_TK, waits)
+            return device_flight
         flight = Flight(self, layer, hidden_TD, ids_TK.to(torch.int64), weights_TK)
         if self.mode != "stay":
             self._flying = flight
             with self._leaving_if_broken():
                 flight.send(0)
         return flight
+
+    def check(self) -> None:
+        """Between steps: raises what a device has found, PeerError, without waiting for it. Results are NaN until then. Elsewhere layers
+        raise by themselves."""
+        if self._gather is not None:
+            self._gather.check()
 
     def _leaving_if_broken(self) -> _Leaving:
         return _Leaving(self)
@@ -161,6 +197,20 @@ class _Leaving:
             self._dispatch._flying = None
             for transport in self._dispatch._transports.values():
                 transport.give_up()
+
+
+class DeviceFlight:
+    """A `Flight` that is enqueued: nothing here waits, and what is launched between `begin` and `finish` runs while rows travel."""
+
+    def __init__(self, dispatch: Dispatch, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
+                 waits: bool) -> None:
+        assert dispatch._gather is not None
+        self._d = dispatch
+        self._finish = dispatch._gather.begin(layer, hidden_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous(), waits)
+
+    def finish(self) -> torch.Tensor:
+        self._d._flying = None
+        return self._finish()
 
 
 class Flight:

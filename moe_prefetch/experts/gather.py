@@ -1,10 +1,11 @@
 """Mode gather on a device: three launches around the experts, nothing that the host waits for, so that a step can be captured in a graph.
 
-Opened by hand for now (`docs/dispatch.md`): `Dispatch` does not use it until GPUs have run it.
+`Dispatch` opens it on GPUs.
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -43,7 +44,7 @@ class Gather:
         group.agree("gather", facts, attach_deadline)
         if len(set(group.hosts(attach_deadline))) > 1 or spec.fp8:
             raise UnsupportedModelError("rows in fp8" if spec.fp8 else "a group that spans hosts", where="gather",
-                                        expected="one host, rows in the model's dtype", do="use Dispatch")
+                                        expected="one host, rows in the model's dtype", do="use mode host")
         memory = memory or symmetric_memory(group, self._device, runtime, attach_deadline)
         self.block: SharedBlock = memory.allocate(self.planes.nbytes, attach_deadline)
         with torch.inference_mode(False):
@@ -51,11 +52,9 @@ class Gather:
             self._state = torch.zeros(STATE, dtype=torch.int64, device=self._device)
             # The host looks at it without a stop: on a GPU it is pinned, and kernels write it in place.
             self._failed = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-            self._serve_E = torch.tensor(placement.serve_RE[group.rank], dtype=torch.int64, device=self._device)
-            number = torch.full((group.size, placement.experts), -1, dtype=torch.int64)
-            for r in range(group.size):
-                number[r, list(placement.held_by(r))] = torch.arange(len(placement.held_by(r)))
-            self._number_RE = number.to(self._device)
+            self._serve_E = torch.empty(placement.experts, dtype=torch.int64, device=self._device)
+            self._number_RE = torch.empty(group.size, placement.experts, dtype=torch.int64, device=self._device)
+            self.place(placement)
             if self._device.type == "cuda":
                 # Calls may come on any stream.
                 torch.cuda.synchronize(self._device)
@@ -63,8 +62,25 @@ class Gather:
         self._limit = int(deadline * (1e9 if self._device.type == "cuda" else 5e3))
         group.agree("gather", {"ready": True}, attach_deadline)
 
+    def place(self, placement: Placement) -> None:
+        """Another placement of as many experts, on all ranks between layers. Tables keep their addresses: captured graphs follow."""
+        number_RE = torch.full((self.group.size, placement.experts), -1, dtype=torch.int64)
+        for r in range(self.group.size):
+            number_RE[r, list(placement.held_by(r))] = torch.arange(len(placement.held_by(r)))
+        self.placement = placement
+        self._serve_E.copy_(torch.tensor(placement.serve_RE[self.group.rank], dtype=torch.int64))
+        self._number_RE.copy_(number_RE)
+
     def __call__(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """See `Dispatch.__call__`; ids int64, weights FP32, all contiguous. NaN where a rank failed: `check` says which."""
+        return self.begin(layer, hidden_TD, ids_TK, weights_TK, waits=True)()
+
+    def begin(self, layer: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
+              waits: bool = False) -> Callable[[], torch.Tensor]:
+        """Sends the rows (of the first round) off; what it returns waits for the others' and gives the result.
+
+        Work enqueued in between runs while rows travel. `waits`: there is none, so the launch that sends waits too.
+        """
         tokens, C, spec = len(hidden_TD), self.spec.capacity, self.spec
         if (hidden_TD.shape != (tokens, spec.hidden) or ids_TK.shape != (tokens, spec.top_k) or weights_TK.shape != ids_TK.shape
                 or tokens > C * self.rounds or hidden_TD.dtype != spec.dtype or ids_TK.dtype != torch.int64
@@ -73,19 +89,37 @@ class Gather:
             raise ShapeError(f"hidden {hidden_TD.dtype} {tuple(hidden_TD.shape)}, ids {ids_TK.dtype} {tuple(ids_TK.shape)}, weights "
                              f"{weights_TK.dtype} {tuple(weights_TK.shape)}", where=f"gather, layer {layer}",
                              expected=f"{spec.dtype} [T, {spec.hidden}], int64 and float32 [T, {spec.top_k}], T up to {C * self.rounds}, "
-                             "contiguous", do="open it with the model's sizes")
-        outs = [self._round(layer, (layer + r) & 1, *(x[r * C : (r + 1) * C] for x in (hidden_TD, ids_TK, weights_TK)))
-                for r in range(self.rounds)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+                             "contiguous", do="open it with the model's sizes, and as many tokens as a call may have")
+        parts = [tuple(x[r * C : (r + 1) * C] for x in (hidden_TD, ids_TK, weights_TK)) for r in range(self.rounds)]
+        self._put(layer & 1, parts[0], waits)
 
-    def _round(self, layer: int, turn: int, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        spec, me, C = self.spec, self.group.rank, self.spec.capacity
-        same = (self._bases_R, self.block.mine, self._state, self._failed, C)
-        op.put(hidden_TD, ids_TK, weights_TK, self._serve_E, self._number_RE, *same, spec.deterministic, turn, me, self._limit)
+        def finish() -> torch.Tensor:
+            outs = []
+            for r, part in enumerate(parts):
+                turn = (layer + r) & 1
+                if r:
+                    self._put(turn, part, True)
+                elif not waits:
+                    op.wait(*self._same[:-1], self.group.rank, self._limit)
+                outs.append(self._serve(layer, turn, part[1], part[2]))
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+        return finish
+
+    @property
+    def _same(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        return self._bases_R, self.block.mine, self._state, self._failed, self.spec.capacity
+
+    def _put(self, turn: int, part: tuple[torch.Tensor, ...], waits: bool) -> None:
+        op.put(*part, self._serve_E, self._number_RE, *self._same, self.spec.deterministic, turn, self.group.rank, self._limit, waits)
+
+    def _serve(self, layer: int, turn: int, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """From rows that are there to this rank's results."""
+        spec = self.spec
         ids, weights, rows, _ = self.planes.views(self.block.mine, turn)
         result = serve(self._message, functools.partial(self._local, layer), rows, ids, weights)
-        op.give(result.reshape(-1, spec.hidden), *same, spec.top_k, spec.deterministic, turn, me, self._limit)
-        out = op.collect(ids_TK, self._serve_E, self.block.mine, self._state, self.group.size, C, spec.hidden, spec.dtype,
+        op.give(result.reshape(-1, spec.hidden), *self._same, spec.top_k, spec.deterministic, turn, self.group.rank, self._limit)
+        out = op.collect(ids_TK, self._serve_E, self.block.mine, self._state, self.group.size, spec.capacity, spec.hidden, spec.dtype,
                          spec.deterministic, turn)
         if not spec.deterministic:
             return out

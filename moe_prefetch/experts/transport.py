@@ -152,7 +152,7 @@ def open_transport(mode: str, group: Group, sizes: tuple[int, int], device: torc
         return Collective(group, sizes, deadline, device, runtime)
     if device.type != "cpu":
         raise UnsupportedModelError(f"mode {mode} on {device.type}", where="dispatch", expected="mode host or stay, or a CPU",
-                                    do="use mode host; experts.gather.Gather is its form for GPUs, not yet run on one")
+                                    do="use mode host")
     # What every rank decides alike: hosts of all ranks are known to all.
     if len(set(group.hosts(attach_deadline))) > 1:
         return Spanning(group, sizes, deadline, device, runtime, attach_deadline)

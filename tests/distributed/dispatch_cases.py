@@ -351,6 +351,38 @@ def device_gather(rank: int, world: int, count: str) -> Any:
     return tally.result()
 
 
+class Launches(Dispatch):
+    """As on a GPU, in Triton's interpreter."""
+
+    def _launches(self) -> bool:
+        return True
+
+
+def device_dispatch(rank: int, world: int) -> Any:
+    """`Dispatch` over the kernels: rows sent before other work, modes and replicas that change, more tokens than were promised."""
+    model, tally = Model(Group.of(), SHAPES[0]), Tally()
+    spec = DispatchSpec(16, 2, torch.float32, 4, deterministic=True, tokens=6)
+    dispatch = Launches(model.group, spec, model.placement, "gather", local=model.local, everywhere=model.everywhere, deadline=60.0)
+    dispatch._gather._local = lambda layer, x, i, w: model.everywhere(
+        layer, x, torch.where(i >= 0, torch.tensor(dispatch.placement.held_by(rank))[i.clamp(0)], -1), w)
+    owner = model.placement.serve_RE[0]
+    replicas = model.placement.with_replicas({e: [r] for e, r in ((0, world - 1), (3, 0)) if owner[e] != r})
+    refused = []
+    even = model.placement
+    for n, (mode, placement) in enumerate([("gather", even), ("gather", replicas), ("stay", replicas), ("host", even), ("gather", even)]):
+        dispatch.switch(mode, placement)
+        batch = Batch(model, [6 - r for r in range(world)], "random", n)
+        flight = dispatch.begin(n, *batch.of(rank))
+        refused.append(refusal(lambda: dispatch.begin(n, *batch.of(rank)))["kind"] if mode != "stay" else "SessionError")  # noqa: B023
+        tally.check(f"{n} {mode}", flight.finish(), share(model.single(batch), batch, rank), True)
+        tally.check(f"{n} {mode} again", dispatch(n + 1, *batch.of(rank)), share(model.single(batch), batch, rank), True)
+        dispatch.check()
+    refused.append(refusal(lambda: dispatch(0, *Batch(model, [9] * world, "random", 0).of(rank)))["kind"])
+    tally.check("after", dispatch(0, *batch.of(rank)), share(model.single(batch), batch, rank), True)
+    dispatch.close()
+    return {**tally.result(), "refused": refused}
+
+
 def device_deadline(rank: int, world: int) -> Any:
     """The last rank does not come to the third call: the others' kernels give up, results are NaN, and `check` names it."""
     from moe_prefetch.experts.gather import Gather

@@ -22,10 +22,11 @@ def main() -> None:
     for unreduced in (False, True):
         planes = Planes(2, 64, 2048, 8, torch.bfloat16, unreduced)
         same = fused.shape_constants(planes)
-        constants = {"put": {"E": 128}, "give": {"BACK_ROWS": planes.back_rows},
+        constants = {"put": {"E": 128, "WAIT": True}, "wait": {}, "give": {"BACK_ROWS": planes.back_rows},
                      "gather_sums": {"E": 128, "BD": 512}, "gather_rows": {"E": 128, "BD": 512}}
         for name, more in constants.items():
-            fn, fixed = getattr(fused, name), same | more
+            fn = getattr(fused, name)
+            fixed = {k: v for k, v in (same | more).items() if k in fn.arg_names}
             types = {}
             for arg in fn.arg_names:
                 if arg in fixed:

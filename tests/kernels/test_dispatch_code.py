@@ -27,7 +27,7 @@ def test_the_machine_code():
     done = subprocess.run([sys.executable, HERE / "dispatch_code.py"], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 8
+    assert len(found) == 10
     for fact in found:
         assert fact["spills"] == 0, fact
         if fact["kernel"] in ("put", "give"):
@@ -46,7 +46,8 @@ def test_the_operators(unreduced):
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(op.collect, (ids, gather._serve_E, gather.block.mine, gather._state, 1, 4, 16, torch.float32, unreduced, 0),
                           test_utils=checks)
-    torch.library.opcheck(op.put, (hidden, ids, weights, gather._serve_E, gather._number_RE, *same, unreduced, 0, 0, 10_000),
+    torch.library.opcheck(op.put, (hidden, ids, weights, gather._serve_E, gather._number_RE, *same, unreduced, 0, 0, 10_000, True),
                           test_utils=("test_faketensor",))
+    torch.library.opcheck(op.wait, (*same[:-1], 0, 10_000), test_utils=("test_faketensor",))
     result = torch.randn(8 if unreduced else 4, 16, generator=g)
     torch.library.opcheck(op.give, (result, *same, 2, unreduced, 0, 0, 10_000), test_utils=("test_faketensor",))

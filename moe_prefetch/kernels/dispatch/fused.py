@@ -1,6 +1,6 @@
 """One-sided exchanges in Triton: rows straight into the memory of the ranks that need them, results straight back; nothing asks the host.
 
-`put`      one program a slot and receiver: ids and weights always, the row where one of its experts is there.
+`put`      one program a slot and receiver: ids and weights always, the row where one of its experts is there. `wait` is its wait alone.
 `give`     one program a result row: back to the sender's memory.
 `gather_sums`, `gather_rows`  the sums of all ranks in ascending order; or each expert's row, for a sum over experts.
 
@@ -69,6 +69,15 @@ def wait_flags(base, state_ptr, failed_ptr, kind: tl.constexpr, value, limit, R:
 
 
 @triton.jit
+def wait_rows(base, state_ptr, failed_ptr, value, limit, R: tl.constexpr):
+    """For ranks that have not arrived, then for rows of those that have: counted apart."""
+    late = wait_flags(base, state_ptr, failed_ptr, F_ARRIVED, value, limit, R)
+    moved = wait_flags(base, state_ptr, failed_ptr, F_OUT, value, limit, R)
+    tl.store(state_ptr + S_LATE, tl.load(state_ptr + S_LATE) + late)
+    tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
+
+
+@triton.jit
 def plane(address, at, TYPE: tl.constexpr):
     """Pointer to a plane, which starts at a multiple of 128 bytes."""
     return tl.multiple_of((address + at).to(tl.pointer_type(TYPE)), 128)
@@ -83,7 +92,8 @@ def copy_row(source, target, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "C", "me", "limit", "ids_at", "weights_at", "rows_at"])
 def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, state_ptr, failed_ptr, T, C, me, limit, ids_at, weights_at,
-        rows_at, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr):
+        rows_at, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+        WAIT: tl.constexpr):
     """serve [E]: who serves an expert; number [R, E]: which of its own it is there, -1: none. hidden in words of the rows' size."""
     WORD: tl.constexpr = hidden_ptr.dtype.element_ty
     c, to = tl.program_id(0), tl.program_id(1)
@@ -108,10 +118,14 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
     if tl.atomic_add(state_ptr + S_PUT, 1, sem="acq_rel", scope="sys") == C * R - 1:
         tl.store(state_ptr + S_PUT, 0)
         raise_flags(bases_ptr, F_OUT, me, value, R)
-        late = wait_flags(base, state_ptr, failed_ptr, F_ARRIVED, value, limit, R)
-        moved = wait_flags(base, state_ptr, failed_ptr, F_OUT, value, limit, R)
-        tl.store(state_ptr + S_LATE, tl.load(state_ptr + S_LATE) + late)
-        tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
+        if WAIT:
+            wait_rows(base, state_ptr, failed_ptr, value, limit, R)
+
+
+@triton.jit(do_not_specialize=["me", "limit"])
+def wait(bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexpr):
+    """For everybody's rows, after a `put` that did not."""
+    wait_rows(tl.load(bases_ptr + me), state_ptr, failed_ptr, tl.load(state_ptr + S_NUMBER) + 1, limit, R)
 
 
 @triton.jit(do_not_specialize=["C", "me", "limit", "ids_at", "results_at"])
@@ -180,11 +194,17 @@ def shape_constants(planes: Planes) -> dict[str, int]:
 
 
 def launch_put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
-               bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int, me: int, limit: int) -> None:
+               bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int, me: int, limit: int,
+               waits: bool) -> None:
     ids, weights, rows, _ = planes.offsets(turn)
     words = hidden_TD.view(WORD[planes.dtype.itemsize])
     put[(planes.slots, planes.ranks)](words, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, len(hidden_TD), planes.slots,
-                                      me, limit, ids, weights, rows, E=serve_E.shape[0], num_warps=4, **shape_constants(planes))
+                                      me, limit, ids, weights, rows, E=serve_E.shape[0], WAIT=waits, num_warps=4,
+                                      **shape_constants(planes))
+
+
+def launch_wait(bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, me: int, limit: int) -> None:
+    wait[(1,)](bases_R, state, failed, me, limit, R=len(bases_R), num_warps=1)
 
 
 def launch_give(result_ND: torch.Tensor, bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int,

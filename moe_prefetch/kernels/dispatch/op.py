@@ -1,4 +1,4 @@
-"""`moe_prefetch::dispatch_put`, `dispatch_give`, `dispatch_collect`: an exchange on a device, over blocks of symmetric memory.
+"""`moe_prefetch::dispatch_put`, `_wait`, `_give`, `_collect`: an exchange on a device, over blocks of symmetric memory.
 
 `put` and `give` write into every rank's block, of which a process can name its own: that one stands for all in the lists of changes.
 They run where Triton does, a CPU's interpreter included; without Triton a CPU exchanges through `distributed.channel`.
@@ -14,8 +14,8 @@ from .planes import Planes
 @torch.library.custom_op("moe_prefetch::dispatch_put", mutates_args=("block", "state", "failed"))
 def put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
         bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, slots: int, unreduced: bool, turn: int,
-        me: int, limit: int) -> None:
-    """Send rows to the ranks that serve their experts, and wait for everybody's.
+        me: int, limit: int, waits: bool) -> None:
+    """Send rows to the ranks that serve their experts, and wait for everybody's, or leave that to `wait`.
 
     hidden_TD [T, D], T at most `slots`; ids_TK int64; weights_TK FP32; serve_E, number_RE, bases_R, state [8] int64; failed int64 [1], on
     the device or pinned; block uint8, this rank's; limit: nanoseconds of each wait.
@@ -23,7 +23,15 @@ def put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
     from . import fused
 
     planes = Planes(len(bases_R), slots, hidden_TD.shape[1], ids_TK.shape[1], hidden_TD.dtype, unreduced)
-    fused.launch_put(hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes, turn, me, limit)
+    fused.launch_put(hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes, turn, me, limit, waits)
+
+
+@torch.library.custom_op("moe_prefetch::dispatch_wait", mutates_args=("block", "state", "failed"))
+def wait(bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, me: int, limit: int) -> None:
+    """Wait for everybody's rows."""
+    from . import fused
+
+    fused.launch_wait(bases_R, state, failed, me, limit)
 
 
 @torch.library.custom_op("moe_prefetch::dispatch_give", mutates_args=("block", "state", "failed"))
