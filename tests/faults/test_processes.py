@@ -121,18 +121,21 @@ def test_ctrl_c_anywhere_in_a_pass(strike):
     assert settled(lambda: not movers())
 
 
-def test_ctrl_c_anywhere_in_attach_and_detach(strike, temporary):
+@pytest.mark.parametrize("config", [DISK, {"experts": {"home": "host", "resident": 1}}], ids=["disk", "host"])
+def test_ctrl_c_anywhere_in_attach_and_detach(strike, temporary, config):
     model = small()
     before = picture(model)
     rng, hits = random.Random(2), 0
+    # The first time is longer than the others.
+    moe_prefetch.attach(model, config).detach()
     start = time.perf_counter()
-    moe_prefetch.attach(model, DISK).detach()
+    moe_prefetch.attach(model, config).detach()
     length = time.perf_counter() - start
 
     held = []
 
     def whole():
-        held.append(moe_prefetch.attach(model, DISK))
+        held.append(moe_prefetch.attach(model, config))
         held[-1].detach()
 
     while hits < 25:
