@@ -141,7 +141,7 @@ class Ranks:
             return {"fault": str(e)}
         except PeerError:
             raise
-        except (RuntimeError, MoEPrefetchError, AttributeError) as e:
+        except (RuntimeError, TypeError, ValueError, AttributeError, MoEPrefetchError) as e:
             fault = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
         try:
             self.tell(f"!{fault}")

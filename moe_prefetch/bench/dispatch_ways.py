@@ -199,7 +199,8 @@ class AllGather(Way):
     name = "ag_rs"
 
     def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        parts = (x_TD, ids_TK, weights_TK)
+        # As bytes: tensors that share a launch must have one type.
+        parts = [p.contiguous().view(torch.uint8) for p in (x_TD, ids_TK, weights_TK)]
         every = [p.new_empty(self.bank.ranks * len(p), p.shape[1]) for p in parts]
         group = self.bank.group.process_group
         if x_TD.device.type == "cuda":
@@ -209,7 +210,8 @@ class AllGather(Way):
         else:
             for whole, part in zip(every, parts, strict=True):
                 dist.all_gather_into_tensor(whole, part, group=group)
-        return self._scatter(self.experts(n, every[0], self.own_ids(every[1]), every[2]), x_TD)
+        x_ND, ids_NK, weights_NK = (p.view(t.dtype) for p, t in zip(every, (x_TD, ids_TK, weights_TK), strict=True))
+        return self._scatter(self.experts(n, x_ND, self.own_ids(ids_NK), weights_NK), x_TD)
 
     def _scatter(self, y_ND: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x_TD)

@@ -57,3 +57,18 @@ def over(rank: int, world: int) -> Any:
     job.play(Group.of(), torch.device("cpu"), todo, job.TINY, None, 5.0, lambda case, said: found.append(case))
     job.time = time  # type: ignore[assignment]
     return [none, len(found)]
+
+
+def megatron(rank: int, world: int) -> Any:
+    """Megatron-core's MoELayer, with its experts and with ours, by both dispatchers."""
+    from moe_prefetch.integrations import megatron_cpu
+
+    megatron_cpu.install()
+    megatron_cpu.seed(1)
+    from benchmarks.dispatch_megatron import ways as more
+
+    found: dict[str, Any] = {}
+    models = {"eight": ways.Model(job.Form("float32", 40, 24), 8, 3)}
+    todo = job.cases_of(models, world, "_t5_", False)
+    job.play(Group.of(), torch.device("cpu"), todo, models, None, 600.0, lambda case, said: found.update({case: said}), more)
+    return found

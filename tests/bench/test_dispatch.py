@@ -62,6 +62,19 @@ def test_real_routing(shared_data):
 
 
 @pytest.mark.nightly
+@pytest.mark.framework
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron-core as on a CPU")
+def test_megatrons_layer_is_the_layer_too():
+    pytest.importorskip("megatron.core")
+    said = ranks.run(MODULE, [(2, ["megatron"])])[2, "megatron"][0]
+    assert not isinstance(said, str), said
+    others = {f"megatron_{kind}{kernel}" for kind in ("allgather", "alltoall") for kernel in ("", "_kernel")}
+    for each in said.values():
+        assert {w for w, one in each.items() if one.get("error", 1) < 1e-5} == NAMES | others, each
+    assert len(said) == 3
+
+
+@pytest.mark.nightly
 def test_the_command_on_a_cpu(tmp_path):
     result = CliRunner().invoke(app, ["bench", "dispatch", "--device", "cpu", "--gpus", "2", "--out", str(tmp_path / "rows.csv")])
     assert result.exit_code == 0, result.output
