@@ -84,7 +84,9 @@ class PagedCache(Cache):
                     "attention": x.attention,
                     "saturated": saturated,
                     "nan": nan,
-                    "bits_per_element": store.layout.bits_per_element(sinks=x.kv.sinks, window=x.most_recent),
+                    "bits_per_element": store.layout.bits_per_element(
+                        sinks=x.kv.sinks, window=x.most_recent, basis=store.basis is not None
+                    ),
                     "max_bits": x.format.max_bits,
                     "outlier_share": used / (store.heads * (store.layout.k_dim + store.layout.v_dim)),
                 }
@@ -198,7 +200,7 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
     seen: dict[int, StatsCollector] = {}
 
     def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        seen.setdefault(layer, StatsCollector()).add(q[0, :, skip:], k[0, :, skip:], v[0, :, skip:])
+        seen.setdefault(layer, StatsCollector(axes=True)).add(q[0], k[0], v[0], skip)
 
     with torch.no_grad(), watch_attention(model, see):
         for i, row in enumerate(token_ids):

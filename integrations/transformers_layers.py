@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_pages import Step, hold, reads_pages
-from moe_prefetch.kv.codec import make_book, prompt_book
+from moe_prefetch.kv.codec import make_coding, prompt_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.ints import DeviceInts
 from moe_prefetch.kv.outliers import LayerStats
@@ -76,9 +76,9 @@ class PagedLayer(CacheLayerMixin):
                 do="calibrate this model",
             )
         made = (layout, heads, self.kv.outliers, device)
-        book = prompt_book(*made) if adaptive and self.stats is None else make_book(self.stats, *made)[0]
+        book, basis = (prompt_book(*made), None) if adaptive and self.stats is None else make_coding(self.stats, *made)[:2]
         kept = {"sinks": self.kv.sinks, "window": self.window, "settle": self.kv.settle}
-        self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints)
+        self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints, basis=basis)
         if self._pads is not None:
             # Beams come as each prompt several times.
             self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
@@ -178,11 +178,12 @@ class StaticPagedLayer(PagedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout, heads = self.layout(key_states.shape[-1], value_states.shape[-1]), key_states.shape[1]
-        book, _ = make_book(self.stats, layout, heads, self.kv.outliers, key_states.device)
+        coding = make_coding(self.stats, layout, heads, self.kv.outliers, key_states.device)
         self.static = StaticStore(
             layout,
             heads,
-            book,
+            coding.book,
+            basis=coding.basis,
             batch=key_states.shape[0],
             max_tokens=self.max_length,
             sinks=self.kv.sinks,

@@ -14,7 +14,8 @@ from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
 from moe_prefetch.kv.attention import attend_as_decoded
-from moe_prefetch.kv.codec import OutlierStats, make_book, prompt_book
+from moe_prefetch.kv.basis import Basis
+from moe_prefetch.kv.codec import OutlierStats, make_coding, prompt_book
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.gate import Verdict, judge, judge_bits
 from moe_prefetch.kv.outliers import Policy
@@ -89,9 +90,9 @@ def decoded(
     Without `stats` each text makes its codebooks from the tokens that a cache has seen when the first ones leave its window, as a cache
     without a calibration does. Raises ConfigError for stats that lack one of the layers.
     """
-    books: dict[int, tuple[PageLayout, Any]] = {}
+    books: dict[int, tuple[PageLayout, Any, Basis | None]] = {}
 
-    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Any]:
+    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Any, Basis | None]:
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
@@ -104,9 +105,9 @@ def decoded(
                     f"the calibration has not seen layer {n}", where="stats", expected="all layers that are measured", do="calibrate anew"
                 )
             if stats is None and fmt.max_bits is not None:
-                books[n] = layout, prompt_book(*made, first=most + 1)
+                books[n] = layout, prompt_book(*made, first=most + 1), None
             else:
-                books[n] = layout, make_book(stats.layers.get(n) if stats else None, *made)[0]
+                books[n] = layout, *make_coding(stats.layers.get(n) if stats else None, *made)[:2]
             if seen is not None:
                 seen[n] = layout
         return books[n]
@@ -124,10 +125,10 @@ def decoded(
                 expected="plain softmax attention",
                 do="measure by generating with make_cache",
             )
-        layout, book = book_of(n, key, value)
+        layout, book, basis = book_of(n, key, value)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         kept = {"sinks": sinks, "window": layout.format.window_or(window), "settle": settle, "sliding": kwargs.get("sliding_window") or 0}
-        out = attend_as_decoded(query, key, value, layout, book, scale=scale, **kept)
+        out = attend_as_decoded(query, key, value, layout, book, scale=scale, basis=basis, **kept)
         return out.transpose(1, 2).to(query.dtype), None
 
     return attention

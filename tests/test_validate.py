@@ -25,7 +25,7 @@ def sound(tmp_path):
     """A config whose every file is there."""
     RoutingProbe(gates(small())).save_pretrained(tmp_path / "probe")
     row = [[1.0, 2.0]]
-    stats = LayerStats(**{f: ({"tokens": 3}.get(f, row)) for f in LayerStats.__dataclass_fields__})
+    stats = LayerStats(**{f: ({"tokens": 3, "axes": None}.get(f, row)) for f in LayerStats.__dataclass_fields__})
     OutlierStats({0: stats}).save(tmp_path / "cal")
     DiskStore.obtain(tmp_path / "records", Source(1, 2), REAL).close()
     path = tmp_path / "c.yaml"

@@ -22,6 +22,7 @@ import torch
 
 from ..config import KVConfig
 from ..errors import ConfigError
+from ..kv.codec import STATS_VERSION
 from ..kv.format import LAYOUT_VERSION, PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
@@ -87,7 +88,7 @@ EVERY = (
     "fp4-quality_topn_w64", "fp4-quality_sigma_w64", "fp4-quality_none_w64", "nvfp4_nowindow", "mxfp4_nowindow", *PEERS,
 )  # fmt: skip
 SHORT = ("fp8", "fp4-quality", "fp4-72", "fp4-72_nowindow", "peer-fp8-cast", "peer-quanto-int4-k0v0", "peer-quanto-int4-k1v0")
-EXACT = "exact"  # the model's own cache, in the model's own precision
+EXACT = "exact"  # the model's own cache and precision
 Tick = Callable[[str, int, int], None]
 Wanted = dict[str, list[int]]  # scheme -> texts
 Found = Iterator[tuple[str, int, dict[str, Any]]]  # scheme, text, figures
@@ -141,7 +142,7 @@ class Job:
         window = None if scheme == EXACT or scheme in PEERS else Scheme.parse(scheme).window
         return {
             "kind": kind, "model": self.model, "scheme": scheme, "window": window, "length": self.length, "number": number,
-            "text": text, "calibration": self.calibration, "span": span, "layout": LAYOUT_VERSION,
+            "text": text, "calibration": self.calibration, "span": span, "layout": LAYOUT_VERSION, "stats": STATS_VERSION,
         }  # fmt: skip
 
 
@@ -209,11 +210,11 @@ class Bench:
         return self.attention[name]
 
     def bits(self, name: str) -> float:
-        """Bits per element of a scheme that has run: ours at 32k with everything counted."""
+        """Bits per element of a scheme that has run: ours at 32k with everything counted, as if for one sequence alone."""
         if name in PEERS:
             return sum(self.counted[name]) / len(self.counted[name])
-        layouts = self.layouts[name].values()
-        total = sum(x.bits_per_element(32768, SINKS, Scheme.parse(name).most) * x.element_count for x in layouts)
+        layouts, scheme = self.layouts[name].values(), Scheme.parse(name)
+        total = sum(x.bits_per_element(32768, SINKS, scheme.most, scheme.policy == "importance") * x.element_count for x in layouts)
         return total / sum(x.element_count for x in layouts)
 
     def capacity(self, name: str) -> dict[str, float]:

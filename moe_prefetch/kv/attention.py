@@ -11,6 +11,7 @@ import torch
 from ..kernels.kv_attend.naive import merge, softmax_attention
 from ..kernels.kv_attend.op import kv_attend
 from ..kernels.kv_encode.records import Book
+from .basis import Basis
 from .format import PageLayout
 from .store import LayerStore
 
@@ -30,6 +31,7 @@ def attend(
     Rows may bring fewer than T queries: `q_len`. Returns FP32 out [B, H, T, dv] and log-sum-exp [B, H, T]. Rows with codebooks of their own
     take a call of the kernel for each codebook. Nothing is read from the device.
     """
+    q_BHTd = q_BHTd if store.basis is None else store.basis.queries(q_BHTd)
     groups = store.by_book()
     if len(groups) <= 1:
         groups = [(groups[0][0] if groups else store.neutral, list(range(store.batch)))]
@@ -115,6 +117,7 @@ def attend_as_decoded(
     scale: float,
     sliding: int = 0,
     block: int = 512,
+    basis: Basis | None = None,
 ) -> torch.Tensor:
     """What T steps of decode give, in one pass: each query reads its own key unrounded, sinks and window in FP16, all else from pages.
     Tokens leave the window `settle` at a time. A `book` that is a function sees all tokens beyond the sinks (`LayerStore`).
@@ -125,9 +128,10 @@ def attend_as_decoded(
     B, H, T, _ = q_BHTd.shape
     N = k_BNTd.shape[1]
     group = math.lcm(layout.format.append_group, settle)
-    store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device)
+    store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device, basis=basis)
     store.append(k_BNTd, v_BNTd)
-    recent_k, recent_v, own_k, own_v = k_BNTd.half().float(), v_BNTd.half().float(), k_BNTd.float(), v_BNTd.float()
+    recent_k = k_BNTd.half().float() if basis is None else basis.restore(basis.keys(k_BNTd).half().float())
+    recent_v, own_k, own_v = v_BNTd.half().float(), k_BNTd.float(), v_BNTd.float()
     store.settle()
     paged_k, paged_v = store.gather()
     out = torch.empty(B, H, T, v_BNTd.shape[-1], device=q_BHTd.device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,24 +13,30 @@ from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, wri
 from ..errors import ArtefactError, ShapeError
 from ..kernels.kv_encode.records import Book, book_shares, neutral_book
 from ..runtime import REAL, Runtime
+from .basis import Axes, Basis, canonical_axes, felt, spread
 from .format import PageLayout
 from .outliers import Choice, LayerStats, Policy, choose
 
-STATS_VERSION = 1
+STATS_VERSION = 2
 _MOMENTS = ("q2", "k1", "k2", "ka", "v2")
 
 
 class StatsCollector:
-    """Running sums of one layer in FP64. Padding must be cut off before: `add` counts every token it is given."""
+    """Running sums of one layer in FP64. Padding must be cut off before: `add` counts every token it is given.
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    axes  look for canonical axes of the keys, too
+    """
+
+    def __init__(self, axes: bool = False) -> None:
+        self.tokens, self.axes = 0, axes
         self.sums: dict[str, torch.Tensor] = {}
 
-    def add(self, q_HTd: torch.Tensor, k_NTd: torch.Tensor, v_NTd: torch.Tensor) -> None:
-        """Queries [H, T, d], keys [N, T, d] (both after RoPE) and values [N, T, dv] of T tokens of one sequence. Not finite: ShapeError."""
+    def add(self, q_HTd: torch.Tensor, k_NTd: torch.Tensor, v_NTd: torch.Tensor, skip: int = 0) -> None:
+        """Queries [H, T, d] (or of the last tokens only), keys [N, T, d], both after RoPE, and values [N, T, dv] of the first T tokens of a
+        sequence; `skip` of them are not counted. Not finite: ShapeError."""
         heads = k_NTd.shape[0]
-        q, k, v = q_HTd.double(), k_NTd.double(), v_NTd.double()
+        unseen = max(0, skip - k_NTd.shape[1] + q_HTd.shape[1])
+        q, k, v = q_HTd[:, unseen:].double(), k_NTd[:, skip:].double(), v_NTd[:, skip:].double()
         if not all(bool(x.isfinite().all()) for x in (q, k, v)):
             raise ShapeError(
                 "calibration saw Inf or NaN",
@@ -44,6 +51,12 @@ class StatsCollector:
             "ka": k.abs().sum(1),
             "v2": v.pow(2).sum(1),
         }
+        if self.axes:
+            by_query, by_key = felt(q_HTd, k_NTd, v_NTd, skip)
+            by_query, by_key = by_query[:, :, unseen:].flatten(1)[..., None], by_key[:, skip:, None]
+            rows = q.unflatten(0, (heads, -1)).flatten(1, 2)
+            new |= {"qq": rows.mT @ (rows * by_query), "kk": k.mT @ (k * by_key), "kw": (k * by_key).sum(1)}
+            new |= {"q_felt": by_query.sum(1), "k_felt": by_key.sum(1)}
         for name, value in new.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.tokens += k.shape[1]
@@ -51,7 +64,11 @@ class StatsCollector:
     def stats(self) -> LayerStats:
         if not self.tokens:
             raise ShapeError("no token was seen", where="calibration", expected="at least one token", do="run text through the model first")
-        return LayerStats(self.tokens, **{m: (self.sums[m] / self.tokens).tolist() for m in _MOMENTS})
+        sums, axes = {m: x.cpu() for m, x in self.sums.items()}, None
+        if self.axes:
+            q_felt, k_felt = sums["q_felt"], sums["k_felt"]
+            axes = canonical_axes(sums["qq"] / q_felt[..., None], sums["kk"] / k_felt[..., None], sums["kw"] / k_felt, self.tokens)
+        return LayerStats(self.tokens, **{m: (sums[m] / self.tokens).tolist() for m in _MOMENTS}, axes=axes)
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,7 @@ class OutlierStats:
         """Write `<path>/stats.safetensors` and `<path>/manifest.json`, atomically, the manifest last."""
         path = Path(path)
         tensors = {f"{n}.{m}": torch.tensor(getattr(s, m), dtype=torch.float64) for n, s in self.layers.items() for m in _MOMENTS}
+        tensors |= {f"{n}.{m}": t for n, s in self.layers.items() if s.axes for m, t in s.axes._asdict().items()}
         save_tensors(path / "stats.safetensors", tensors, runtime=runtime)
         write_json(
             path / "manifest.json",
@@ -100,10 +118,23 @@ class OutlierStats:
                     raise ArtefactError(
                         f"layer {name} is malformed", where=str(path), expected="finite [N, d] moments", do="calibrate again"
                     )
-                layers[int(name)] = LayerStats(int(tokens), **{m: t.tolist() for m, t in rows.items()})
+                layers[int(name)] = LayerStats(int(tokens), **{m: t.tolist() for m, t in rows.items()}, axes=_axes(tensors, name, path))
         except (KeyError, ValueError, TypeError, AttributeError) as e:
             raise ArtefactError(f"the manifest does not fit its tensors: {e}", where=str(path), do="calibrate again") from e
         return cls(layers)
+
+
+def _axes(tensors: dict[str, torch.Tensor], name: str, path: Path) -> Axes | None:
+    found = {m: tensors[f"{name}.{m}"] for m in Axes._fields if f"{name}.{m}" in tensors}
+    if not found:
+        return None
+    shape = tensors[f"{name}.k1"].shape
+    whole = len(found) == 3 and tuple(found["into"].shape) == (*shape, shape[1]) and found["power"].shape == found["mean"].shape == shape
+    if not whole or not all(bool(x.isfinite().all()) for x in found.values()) or bool(torch.linalg.inv_ex(found["into"]).info.any()):
+        raise ArtefactError(
+            f"the axes of layer {name} are malformed", where=str(path), expected="[N, d, d], with an inverse", do="calibrate again"
+        )
+    return Axes(**found)
 
 
 def book_of(choice: Choice, layout: PageLayout, device: torch.device | str = "cpu") -> Book:
@@ -125,14 +156,30 @@ def book_of(choice: Choice, layout: PageLayout, device: torch.device | str = "cp
     return channels, k_mean, k_gain, k_weight, v_gain, v_weight
 
 
-def make_book(
+class Coding(NamedTuple):
+    """How a layer's pages are written and read: the codebook, the basis that its keys are turned into (None: as they are), and what was
+    chosen (None: nothing)."""
+
+    book: Book
+    basis: Basis | None
+    choice: Choice | None
+
+
+def make_coding(
     stats: LayerStats | None, layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu"
-) -> tuple[Book, Choice | None]:
-    """Codebook from calibration; without it, or for a format that has none, the neutral one."""
+) -> Coding:
+    """From calibration; without it, or for a format that has none, the neutral codebook. Policy `importance` turns keys into the
+    calibration's axes, where it has them."""
     if stats is None or layout.format.max_bits is None:
-        return neutral_book(layout, heads, device), None
+        return Coding(neutral_book(layout, heads, device), None, None)
+    basis = None
+    if policy == "importance" and stats.axes is not None:
+        basis, power = spread(stats.axes, layout.outliers)
+        k1 = (basis.into.double() @ stats.axes.mean[..., None])[..., 0]
+        stats = replace(stats, q2=power.tolist(), k1=k1.tolist(), k2=(power + k1.square()).tolist())
+        basis = Basis(*(t.to(device) for t in basis))
     choice = choose(stats, policy, layout.outliers)
-    return book_of(choice, layout, device), choice
+    return Coding(book_of(choice, layout, device), basis, choice)
 
 
 def prompt_book(
@@ -147,6 +194,6 @@ def prompt_book(
     def book(k_NTd: torch.Tensor, v_NTd: torch.Tensor) -> Book:
         seen, k = StatsCollector(), k_NTd[:, :first, : layout.k_dim]
         seen.add(torch.ones_like(k), k, v_NTd[:, :first])
-        return make_book(seen.stats(), layout, heads, policy, device)[0]
+        return make_coding(seen.stats(), layout, heads, policy, device).book
 
     return book

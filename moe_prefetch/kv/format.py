@@ -186,6 +186,11 @@ class PageLayout:
         """Bytes of one head's codebook: channels, means, gains, weights. Once per model, or per sequence when made from its prompt."""
         return 4 * (self.outliers + 3 * self.k_dim + 2 * self.v_dim) if self.format.code == "fp4" else 0
 
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of one head's basis (kv/basis.py), where a calibration brings one: once per cache, whatever its sequences hold."""
+        return 6 * self.k_dim * self.k_dim
+
     def held_bytes(self, tokens: int, sinks: int, window: int, draft: int = 1) -> int:
         """Bytes one sequence holds in one KV head: pages, sinks, window, block table. The formula that storage is measured against."""
         fp16 = 2 * (sinks + self.recent_capacity(window, draft)) * self.element_count
@@ -193,11 +198,12 @@ class PageLayout:
         pages = _div_up(stored // self.format.append_group * self.format.append_group, PAGE)
         return pages * (self.page_bytes + 4) + fp16
 
-    def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int | None = None) -> float:
+    def bits_per_element(self, tokens: int = 32768, sinks: int = 4, window: int | None = None, basis: bool = False) -> float:
         """Bits per K or V element with everything counted: codes, scales, factors, outliers, padding, sinks, window (None: the format's
-        own), tables, and a codebook.
+        own), tables, and a codebook; with `basis` that of a cache of one sequence, too.
         """
-        return (self.held_bytes(tokens, sinks, self.format.window_or(window)) + self.book_bytes) * 8 / (tokens * self.element_count)
+        once = self.book_bytes + (self.basis_bytes if basis else 0)
+        return (self.held_bytes(tokens, sinks, self.format.window_or(window)) + once) * 8 / (tokens * self.element_count)
 
 
 def layout_for(

@@ -1,6 +1,7 @@
 """Which K channels stay in FP16, and the means and gains of the rest. Pure: sums in, decisions out.
 
-`importance` ranks by E[q^2] E[(k - mean)^2], what a channel's error does to the logits; `topn` by E[(k - mean)^2]; `sigma` takes
+`importance` ranks by E[q^2] E[(k - mean)^2], what a channel's error does to the logits, and where there is a calibration turns keys first
+so that few channels matter (`basis`); `topn` ranks by E[(k - mean)^2]; `sigma` takes
 channels whose mean |k| lies more than 3 standard deviations above the layer's mean (the design note's rule, correctly stated). Means cost
 nothing on the logits: softmax does not see a constant, and q . mean is added back where only some tokens are centred.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..errors import ConfigError
 
@@ -22,7 +23,7 @@ Rows = Sequence[Sequence[float]]  # [N][d]
 @dataclass(frozen=True, slots=True)
 class LayerStats:
     """Moments of one layer over calibration tokens, [N][d] each: E[q^2] (mean over the query heads of a KV head), E[k], E[k^2], E|k|,
-    E[v^2]; K after RoPE. `tokens` is how many were seen."""
+    E[v^2]; K after RoPE. `tokens` is how many were seen. `axes`: the canonical axes of its keys (`basis.Axes`), where they were sought."""
 
     tokens: int
     q2: Rows
@@ -30,6 +31,7 @@ class LayerStats:
     k2: Rows
     ka: Rows
     v2: Rows
+    axes: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ..kernels.kv_attend.op import kv_attend
 from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, runs_for
+from .basis import Basis
 from .format import PAGE, PageLayout
 
 
@@ -35,6 +36,7 @@ class StaticStore:
         window: int = 64,
         draft: int = 8,
         device: torch.device | str = "cpu",
+        basis: Basis | None = None,
     ) -> None:
         if layout.format.append_group > 1:
             raise ConfigError(
@@ -44,7 +46,7 @@ class StaticStore:
                 do="choose fp4-72, fp4-quality, fp8 or fp16",
             )
         self.layout, self.heads, self.book, self.sinks, self.window, self.draft = layout, heads, book, sinks, window, draft
-        self.batch, self.max_tokens = batch, max_tokens
+        self.batch, self.max_tokens, self.basis = batch, max_tokens, basis
         self.ring = window + 2 * draft
         per_row = max(1, -(-(max_tokens - sinks) // PAGE))
         # One page a row more: what is not due yet goes there, so that each step writes the same number of tokens.
@@ -77,7 +79,7 @@ class StaticStore:
             self._count(T)
         for _ in range(T):
             self._settle_one()
-        k, v = _fp16(k_BNTd), _fp16(v_BNTd)
+        k, v = _fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), _fp16(v_BNTd)
         at = self.length[:, None] + torch.arange(T, device=self.length.device)
         row = self.rows[:, None].expand_as(at)
         for sink, recent, x in ((self.sink_k, self.recent_k, k), (self.sink_v, self.recent_v, v)):
@@ -136,7 +138,7 @@ class StaticStore:
                 expected=f"an empty cache and at most {self.max_tokens}",
                 do="reset the cache, or make it larger",
             )
-        k, v = _fp16(k_BNTd), _fp16(v_BNTd)
+        k, v = _fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), _fp16(v_BNTd)
         n = min(T, self.sinks)
         self.sink_k[:, :, :n], self.sink_v[:, :, :n] = k[:, :, :n], v[:, :, :n]
         stored = max(0, T - self.sinks - self.window)
@@ -171,8 +173,9 @@ class StaticStore:
             in_page = (pos < self.sinks + self.stored[:, None])[:, None, :, None]
             x = torch.where(in_page, page, recent[:, :, pos % self.ring, :d].float())
             x = torch.where((pos < self.sinks)[:, None], sink[:, :, pos.clamp(max=self.sinks), :d].float(), x)
-            out.append(torch.where((pos < self.length[:, None])[:, None, :, None], x, 0.0).to(dtype))
-        return out[0], out[1]
+            out.append(torch.where((pos < self.length[:, None])[:, None, :, None], x, 0.0))
+        k = out[0] if self.basis is None else self.basis.restore(out[0])
+        return k.to(dtype), out[1].to(dtype)
 
     def attend(
         self, q_BHTd: torch.Tensor, *, scale: float, sliding: int = 0, softcap: float = 0.0, sink_H: torch.Tensor | None = None
@@ -181,7 +184,7 @@ class StaticStore:
         int32 = lambda x: x.to(torch.int32)  # noqa: E731
         queries = torch.full_like(self.length, q_BHTd.shape[2])
         return kv_attend(
-            q_BHTd,
+            q_BHTd if self.basis is None else self.basis.queries(q_BHTd),
             int32(queries),
             self.pool,
             self.table,

@@ -17,6 +17,7 @@ from ..errors import ArtefactError, CacheError, IntegrityError, ShapeError
 from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, neutral_book, tokens_in
+from .basis import Basis
 from .format import LAYOUT_VERSION, PAGE, PageLayout
 from .ints import DeviceInts
 from .pages import Copy, PageBook, Run, block_table
@@ -31,6 +32,7 @@ class LayerStore:
     layout        how pages are made; heads KV heads
     book          the codebook of all rows; or a function that makes one row's own from its first tokens beyond the sinks
                   (k [N, T, dk], v [N, T, dv]), called when the row first leaves its window: frozen then, shared with forks only
+    basis         what keys are turned into before anything is kept, sinks and window too; they come and go as the model has them
     sinks, window tokens kept in FP16 at the start and at the end
     settle        tokens that leave the window together: window to window + settle - 1 are in FP16 (a format's own group counts too)
     ints          shared by the layers of a cache, so that equal tables are brought to the device once
@@ -51,10 +53,10 @@ class LayerStore:
         page_limit: int | None = None,
         poison: bool = False,
         ints: DeviceInts | None = None,
+        basis: Basis | None = None,
     ) -> None:
         self.layout, self.heads, self.sinks, self.window, self.device, self.poison = layout, heads, sinks, window, device, poison
-        self.group = math.lcm(layout.format.append_group, settle)
-        self.ints = ints or DeviceInts()
+        self.ints, self.basis, self.group = ints or DeviceInts(), basis, math.lcm(layout.format.append_group, settle)
         self.make_book = book if callable(book) else None
         self._fixed = None if callable(book) else book
         self.k_dim, self.v_dim = layout.k_dim + layout.rope, layout.v_dim
@@ -211,7 +213,7 @@ class LayerStore:
             )
         self.settle()
         T = k_BNTd.shape[2]
-        k, v = self.recent.append(k_BNTd, v_BNTd, self.counts)
+        k, v = self.recent.append(k_BNTd if self.basis is None else self.basis.keys(k_BNTd), v_BNTd, self.counts)
         for row, pad in enumerate(self.pads):
             have = self.row_length(row)
             first = max(0, pad - self.length)
@@ -227,16 +229,15 @@ class LayerStore:
     # reading -----------------------------------------------------------------------------------------------------------
     def gather(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """All K [B, N, length, dk] and V as attention sees them; padding is zero."""
-        out_k = torch.zeros(self.batch, self.heads, self.length, self.k_dim, dtype=dtype, device=self.device)
+        kept = torch.float32 if self.basis else dtype
+        out_k = torch.zeros(self.batch, self.heads, self.length, self.k_dim, dtype=kept, device=self.device)
         out_v = torch.zeros(self.batch, self.heads, self.length, self.v_dim or self.layout.k_dim, dtype=dtype, device=self.device)
         latent_v = not self.v_dim
         r = self.recent.columns
         decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for book, rows in self.by_book():
             held = sorted({p for b in rows for p in self.pages.rows[b].pages})
-            decoded.update(
-                zip(held, zip(*(x.to(dtype) for x in decode_naive(self.pool[held], book, self.layout)), strict=True), strict=True)
-            )
+            decoded.update(zip(held, zip(*decode_naive(self.pool[held], book, self.layout), strict=True), strict=True))
         for b, row in enumerate(self.pages.rows):
             pad, s = self.pads[b], self._in_sinks(b)
             live = self.live(b)
@@ -253,7 +254,7 @@ class LayerStore:
                 n = min(PAGE, row.stored - i * PAGE)
                 at = pad + self.sinks + i * PAGE
                 out_k[b, :, at : at + n], out_v[b, :, at : at + n] = (x[:, :n] for x in decoded[page])
-        return out_k, out_v
+        return (out_k if self.basis is None else self.basis.restore(out_k).to(dtype)), out_v
 
     # moving ------------------------------------------------------------------------------------------------------------
     def select(self, indices: Sequence[int]) -> None:
@@ -317,6 +318,7 @@ class LayerStore:
             ),
             "format": torch.tensor(list(lay.format.name.encode()), dtype=torch.uint8),
             **{f"book_{i}": t for i, t in enumerate(self.books[row] or ())},
+            **({} if self.basis is None else {"basis": self.basis.into}),
         }
 
     def import_row(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -332,6 +334,8 @@ class LayerStore:
         whole = all(f"book_{i}" in tensors for i in range(6))
         book = cast(Book, tuple(tensors[f"book_{i}"].to(self.device) for i in range(6))) if whole else None
         same_book = self._fixed is None or (book is not None and all(torch.equal(a, b) for a, b in zip(self._fixed, book, strict=True)))
+        turned = tensors.get("basis")
+        same_book &= turned is None if self.basis is None else turned is not None and torch.equal(self.basis.into, turned.to(self.device))
         if len(shape) != 8 or shape[:6] != want or bytes(tensors["format"].tolist()) != lay.format.name.encode() or not same_book:
             raise ArtefactError(
                 "a saved sequence of another layout or codebook",
@@ -380,7 +384,8 @@ class LayerStore:
         return sum(t.untyped_storage().nbytes() for t in tensors) + self.recent.nbytes() + 4 * sum(len(r.pages) for r in self.pages.rows)
 
     def book_bytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for book in {id(b): b for b in self.books if b is not None}.values() for t in book)
+        books = {id(b): b for b in (*self.books, self.basis) if b is not None}.values()
+        return sum(t.untyped_storage().nbytes() for book in books for t in book)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless books, pages and FP16 parts fit together."""

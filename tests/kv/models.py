@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from moe_prefetch.config import KVConfig
+from moe_prefetch.kv.codec import OutlierStats
 
 VOCAB = 128
 
@@ -171,6 +173,11 @@ def gemma2(attention: str = "eager") -> Any:
 
 def ids(n: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def in_channels(stats: OutlierStats) -> OutlierStats:
+    """A calibration that leaves keys in their channels."""
+    return OutlierStats({n: replace(s, axes=None) for n, s in stats.layers.items()})
 
 
 def config(format: str = "fp4-quality", **kw: Any) -> KVConfig:

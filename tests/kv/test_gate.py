@@ -82,14 +82,15 @@ def test_a_budget_must_be_positive(bad: float) -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "fp4-72", "fp4-quality"])
 def test_a_rotated_key_bias_is_caught_and_that_layer_falls_back(format: str) -> None:
-    """A constant key bias of norm 600, turned by RoPE, as Qwen2 has it: FP4 can't hold it. Without the bias the same budget is met as it
-    is.
+    """A constant key bias of norm 600, turned by RoPE, as Qwen2 has it: FP4 can't hold it in channels. Without the bias the same budget is
+    met as it is.
     """
     text = models.ids(160)[0]
     verdicts = {}
     for norm in (0.0, 600.0):
         model = models.qwen2_with_key_bias(norm, layer=1)
-        verdicts[norm] = gate(model, [text], calibrate(model, models.ids(200, 2, seed=9)), format=format, max_kl=0.02, window=16)
+        stats = models.in_channels(calibrate(model, models.ids(200, 2, seed=9)))
+        verdicts[norm] = gate(model, [text], stats, format=format, max_kl=0.02, window=16)
     assert verdicts[0.0].passed and not verdicts[0.0].layers
     caught = verdicts[600.0]
     assert caught.before.kl > 0.02 and caught.layers.get(1) in ("fp8", "fp16") and 2 not in caught.layers
@@ -97,6 +98,15 @@ def test_a_rotated_key_bias_is_caught_and_that_layer_falls_back(format: str) -> 
     cache = make_cache(model.config, models.config(format, layers=caught.layers))
     models.generate(model, text[None], cache)
     assert cache.layers[1].format.name == caught.layers[1]
+
+
+@pytest.mark.parametrize("format", ["fp4-72", "fp4-quality"])
+def test_axes_of_their_own_hold_a_part_of_a_rotated_key_bias(format: str) -> None:
+    model, text = models.qwen2_with_key_bias(600.0, layer=1), models.ids(160)[0]
+    stats = calibrate(model, models.ids(200, 2, seed=9))
+    exact = log_probs(model, text)
+    kl_of = lambda s: drift([exact], [log_probs(model, text, decoded(s, {1: format}, window=16))], [text]).kl  # noqa: E731
+    assert kl_of(stats) < 0.95 * kl_of(models.in_channels(stats))
 
 
 def test_the_gate_sees_what_generation_does() -> None:
@@ -166,7 +176,7 @@ def test_a_byte_budget_is_judged_and_reported() -> None:
 
 def test_the_gate_keeps_a_bit_budget_on_a_model() -> None:
     model = models.qwen2_with_key_bias(600.0, layer=1)
-    stats, text = calibrate(model, models.ids(200, 2, seed=9)), models.ids(120)[0]
+    stats, text = models.in_channels(calibrate(model, models.ids(200, 2, seed=9))), models.ids(120)[0]
     v = gate(model, [text], stats, max_bits=6.5, window=16, formats=("fp4-72", "fp8"))
     assert v.bits <= 6.5 and v.passed and {**dict.fromkeys(range(3), v.format), **v.layers}[1] == "fp8"
 

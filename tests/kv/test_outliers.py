@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_prefetch.errors import ArtefactError, ConfigError, ShapeError
-from moe_prefetch.kv.codec import OutlierStats, StatsCollector, book_of, make_book
+from moe_prefetch.kv.codec import OutlierStats, StatsCollector, book_of, make_coding
 from moe_prefetch.kv.outliers import POLICIES, LayerStats, choose, rank
 
 from .common import layout
@@ -141,7 +141,7 @@ def test_a_choice_for_another_layout_is_refused() -> None:
 
 
 def test_formats_without_outliers_get_the_neutral_codebook() -> None:
-    book, choice = make_book(collect(), layout("nvfp4"), 2, "importance")
+    book, _, choice = make_coding(collect(), layout("nvfp4"), 2, "importance")
     assert choice is None and bool((book[1] == 0).all()) and bool((book[2] == 1).all())
 
 
@@ -158,7 +158,7 @@ def test_on_real_keys_importance_loses_least(shared_data: Path, layer: str) -> N
     s.add(q, k[:, -64:], v[:, -64:])
     stats = s.stats()
     for policy in ("importance", "topn", "none"):
-        cache = LayerStore(lay, 3, make_book(stats, lay, 3, policy)[0], window=0)
+        cache = LayerStore(lay, 3, make_coding(stats, lay, 3, policy).book, window=0)
         cache.append(k[None], v[None])
         cache.settle()
         got = cache.gather()[0][0]
