@@ -1,4 +1,5 @@
-"""What the kernels over records do with single elements: table entries, numbers of every type, decoding in registers.
+"""What the kernels over records do with single elements: table entries, numbers of every type, decoding in registers; and the product of
+rows of a record.
 
 Inline assembly and half of the casts do not work under Triton's interpreter; there the same numbers are made by other means.
 """
@@ -180,3 +181,60 @@ def _code(c):
     m = c & 7
     y = tl.where(m < 2, m * 0.5, ((m + 252) << 22).to(tl.float32, bitcast=True))
     return tl.where(c > 7, -y, y)
+
+
+@triton.jit
+def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+             W: tl.constexpr, TYPE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+             BK: tl.constexpr, STAGES: tl.constexpr):
+    """Rows `row_R` of a [ROWS, N] matrix of the record times the vectors that start at elements x_T: FP32 [R, BT]."""
+    EVEN: tl.constexpr = N % BK == 0
+    acc_RT = tl.zeros((R, BT), tl.float32)
+    if W == PLAIN:
+        k_K = tl.arange(0, BK)
+        w_RK = part(address, AT, TYPE) + row_R[:, None] * N + k_K[None, :]
+        x_KT = x_ptr + x_T[None, :] + k_K[:, None]
+        for k in tl.range(0, N, BK, num_stages=STAGES):
+            if EVEN:
+                w = tl.load(w_RK + k, cache_modifier=".cg")
+                x = tl.load(x_KT + k, cache_modifier=".cg")
+            else:
+                w = tl.load(w_RK + k, mask=k_K[None, :] < N - k, other=0.0, cache_modifier=".cg")
+                x = tl.load(x_KT + k, mask=k_K[:, None] < N - k, other=0.0, cache_modifier=".cg")
+            acc_RT = product(w, x, acc_RT)
+    elif W == FP8:
+        # Words hold an even and an odd element: so do words of x, and the product is two, over even and over odd elements.
+        COLUMNS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+        j_J = tl.arange(0, BK // 2)
+        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * (N // 2) + j_J[None, :]
+        x_JT = x_ptr.to(tl.pointer_type(tl.int32)) + (x_T // 2)[None, :] + j_J[:, None]
+        on_R = scale_row_R >= 0
+        s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS, on_R, SCALE)
+        for k in tl.range(0, N, BK, num_stages=STAGES):
+            # The scales of the next step are asked for before this one's are needed.
+            next_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (k + BK) // BLOCK, on_R & (k + BK < N), SCALE)
+            if EVEN:
+                w = tl.load(w_RJ + k // 2, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, cache_modifier=".cg")
+            else:
+                w = tl.load(w_RJ + k // 2, mask=j_J[None, :] < (N - k) // 2, other=0, cache_modifier=".cg")
+                x = tl.load(x_JT + k // 2, mask=j_J[:, None] < (N - k) // 2, other=0, cache_modifier=".cg")
+            p_RT = product(e4m3(w & 255, TYPE), low(x, TYPE), tl.zeros((R, BT), tl.float32))
+            acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
+            s_R = next_R
+    else:
+        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for each group.
+        j_J = tl.arange(0, 32)
+        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
+        scale_R = part(address, SCALE_AT, tl.int32) + row_R
+        x_JT = x_ptr + x_T[None, :] + j_J[:, None]
+        for k in tl.range(0, N, 128, num_stages=STAGES):
+            w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
+            s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
+            for g in tl.static_range(4):
+                if 32 * g < N % 128 or N % 128 == 0:
+                    x = tl.load(x_JT + k + 32 * g, cache_modifier=".cg")
+                else:
+                    x = tl.load(x_JT + k + 32 * g, mask=k + 32 * g < N, other=0.0, cache_modifier=".cg")
+                acc_RT = product(e2m1(w, factor(s_R, g)[:, None], g), x, acc_RT)
+    return acc_RT
