@@ -204,7 +204,7 @@ class AllGather(Way):
         every = [p.new_empty(self.bank.ranks * len(p), p.shape[1]) for p in parts]
         group = self.bank.group.process_group
         if x_TD.device.type == "cuda":
-            with dist._coalescing_manager(group=group, device=x_TD.device):
+            with dist._coalescing_manager(group=group):
                 for whole, part in zip(every, parts, strict=True):
                     dist.all_gather_into_tensor(whole, part, group=group)
         else:
