@@ -32,15 +32,22 @@ class Basis(NamedTuple):
 
     def keys(self, k_BNTd: torch.Tensor) -> torch.Tensor:
         """Keys as they are kept, FP32. In FP64 until then: what FP16 makes of them must not depend on how many come at once."""
-        return (k_BNTd.double() @ self.into.double().mT).float()
+        return _times(k_BNTd.double(), self.into.double().mT).float()
 
     def queries(self, q_BHTd: torch.Tensor) -> torch.Tensor:
         """Queries that ask for kept keys, FP32 [B, H, T, d]."""
-        return (q_BHTd.float().unflatten(1, (len(self.back), -1)) @ self.back[:, None]).flatten(1, 2)
+        B, H, T, d = q_BHTd.shape
+        return _times(q_BHTd.float().reshape(B, len(self.back), -1, d), self.back).reshape(B, H, T, d)
 
     def restore(self, k_BNTd: torch.Tensor) -> torch.Tensor:
         """Kept keys, FP32, as they came."""
-        return k_BNTd @ self.back.mT
+        return _times(k_BNTd, self.back.mT)
+
+
+def _times(x_BNTd: torch.Tensor, m_Ndd: torch.Tensor) -> torch.Tensor:
+    # One product per head: a broadcast one would copy the matrices for each sequence.
+    B, N, T, d = x_BNTd.shape
+    return (x_BNTd.transpose(0, 1).reshape(N, B * T, d) @ m_Ndd).view(N, B, T, d).transpose(0, 1)
 
 
 def felt(q_HTd: torch.Tensor, k_NTd: torch.Tensor, v_NTd: torch.Tensor, skip: int) -> tuple[torch.Tensor, torch.Tensor]:
