@@ -44,7 +44,8 @@ class Bank:
         self.placement = Placement.even(model.experts, group.size)
         self.owner_E = torch.tensor(self.placement.serve_RE[0], dtype=torch.int64, device=device)
         held = [self.placement.held_by(r) for r in range(group.size)]
-        self.number_E = torch.tensor([e - held[r][0] for r, mine in enumerate(held) for e in mine], dtype=torch.int64, device=device)
+        self.first_R = torch.tensor([mine[0] for mine in held], dtype=torch.int64, device=device)
+        self.count_R = torch.tensor([len(mine) for mine in held], dtype=torch.int64, device=device)
         size, most = model.form.layout().nbytes, max(map(len, held))
         memory = symmetric_memory(group, device)
         self._block: SharedBlock = memory.allocate(most * size)
@@ -107,10 +108,6 @@ class Way:
 
     def close(self) -> None: ...
 
-    def own_ids(self, ids: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """Ids within the experts of a rank (default: this one), -1 for the others."""
-        mine = self.bank.owner_E[ids] == (self.bank.rank if rank is None else rank)
-        return torch.where(mine, self.bank.number_E[ids], -1)
 
 
 class OneSided(Way):
@@ -163,7 +160,7 @@ class AllToAll(Way):
         in_R = torch.empty_like(out_R)
         dist.all_to_all_single(in_R, out_R, group=bank.group.process_group)
         outs, ins = torch.stack([out_R, in_R]).tolist()
-        number_NK = torch.where(dest_TK[token_N] == rank_N[:, None], bank.number_E[ids_TK[token_N]], -1)
+        number_NK = ids_TK[token_N] - bank.first_R[rank_N][:, None]
         # One message a row: a collective less than rows, ids and weights apart.
         sent = torch.cat([part.contiguous().view(torch.uint8) for part in (x_TD[token_N], number_NK, weights_TK[token_N])], 1)
         got = sent.new_empty(sum(ins), sent.shape[1])
@@ -181,7 +178,7 @@ class AllToAllPadded(Way):
 
     def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         bank, (T, D), K, R = self.bank, x_TD.shape, ids_TK.shape[1], self.bank.ranks
-        ids_RTK = torch.stack([self.own_ids(ids_TK, r) for r in range(R)])
+        ids_RTK = ids_TK - bank.first_R[:, None, None]
         parts = (x_TD.expand(R, T, D), ids_RTK, weights_TK.expand(R, T, K))
         sent = torch.cat([p.contiguous().view(torch.uint8).view(R, -1) for p in parts], 1)
         got = torch.empty_like(sent)
@@ -189,7 +186,7 @@ class AllToAllPadded(Way):
         y_ND = self.experts(n, *unpacked(got, x_TD.dtype, T, D, K))
         back = torch.empty_like(y_ND)
         dist.all_to_all_single(back, y_ND, group=bank.group.process_group)
-        there_RT1 = (ids_RTK >= 0).any(-1, keepdim=True)
+        there_RT1 = ((ids_RTK >= 0) & (ids_RTK < bank.count_R[:, None, None])).any(-1, keepdim=True)
         return torch.where(there_RT1, back.view(R, T, D), 0).sum(0, dtype=torch.float32).to(x_TD.dtype)
 
 
@@ -197,6 +194,10 @@ class AllGather(Way):
     """Every rank gets every token, computes its experts, and sums are scattered back. Rows, ids and weights in one launch of NCCL."""
 
     name = "ag_rs"
+
+    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
+        super().__init__(bank, tokens, experts)
+        self._first = int(bank.first_R[bank.rank])
 
     def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         # As bytes: tensors that share a launch must have one type.
@@ -210,10 +211,11 @@ class AllGather(Way):
         else:
             for whole, part in zip(every, parts, strict=True):
                 dist.all_gather_into_tensor(whole, part, group=group)
-        x_ND, ids_NK, weights_NK = (p.view(t.dtype) for p, t in zip(every, (x_TD, ids_TK, weights_TK), strict=True))
-        return self._scatter(self.experts(n, x_ND, self.own_ids(ids_NK), weights_NK), x_TD)
+        return self._serve(n, x_TD, *(p.view(t.dtype) for p, t in zip(every, (x_TD, ids_TK, weights_TK), strict=True)))
 
-    def _scatter(self, y_ND: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+    def _serve(self, n: int, x_TD: torch.Tensor, x_ND: torch.Tensor, ids_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+        # What others serve falls outside, and is masked.
+        y_ND = x_ND if self.experts is nothing else self.experts(n, x_ND, ids_NK - self._first, weights_NK)
         out = torch.empty_like(x_TD)
         dist.reduce_scatter_tensor(out, y_ND, group=self.bank.group.process_group)
         return out
@@ -229,8 +231,7 @@ class AllGatherPacked(AllGather):
         sent = torch.cat([p.contiguous().view(torch.uint8).view(-1) for p in (x_TD, ids_TK, weights_TK)])
         got = sent.new_empty(R * len(sent))
         dist.all_gather_into_tensor(got, sent, group=self.bank.group.process_group)
-        x_ND, ids_NK, weights_NK = unpacked(got.view(R, -1), x_TD.dtype, T, D, K)
-        return self._scatter(self.experts(n, x_ND, self.own_ids(ids_NK), weights_NK), x_TD)
+        return self._serve(n, x_TD, *unpacked(got.view(R, -1), x_TD.dtype, T, D, K))
 
 
 WAYS: tuple[type[Way], ...] = (OneSided, InPlace, AllGather, AllGatherPacked, AllToAllPadded, AllToAll, Host)
