@@ -47,7 +47,9 @@ class Basis(NamedTuple):
 def _times(x_BNTd: torch.Tensor, m_Ndd: torch.Tensor) -> torch.Tensor:
     # One product per head: a broadcast one would copy the matrices for each sequence.
     B, N, T, d = x_BNTd.shape
-    return (x_BNTd.transpose(0, 1).reshape(N, B * T, d) @ m_Ndd).view(N, B, T, d).transpose(0, 1)
+    # Autocast would make BF16 of FP32.
+    with torch.autocast(x_BNTd.device.type, enabled=False):
+        return (x_BNTd.transpose(0, 1).reshape(N, B * T, d) @ m_Ndd).view(N, B, T, d).transpose(0, 1)
 
 
 def felt(q_HTd: torch.Tensor, k_NTd: torch.Tensor, v_NTd: torch.Tensor, skip: int) -> tuple[torch.Tensor, torch.Tensor]:

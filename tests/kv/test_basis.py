@@ -57,6 +57,15 @@ def test_scores_stay_what_they_were(d: int) -> None:
     assert basis.into.nbytes + basis.back.nbytes == 2 * layout("fp4-quality", d).basis_bytes
 
 
+def test_autocast_leaves_them_alone() -> None:
+    basis = coding().basis
+    q, k = torch.randn(2, 6, 3, 64), torch.randn(2, 2, 9, 64)
+    plain = basis.queries(q), basis.keys(k), basis.restore(k)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = basis.queries(q), basis.keys(k), basis.restore(k)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
+
+
 def test_axes_are_uncorrelated_equally_loud_and_in_order() -> None:
     q, k = correlated(4000, 1, 64, 1).double(), correlated(4000, 1, 64, 2).double()
     k = k - k.mean(1, keepdim=True)
