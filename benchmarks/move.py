@@ -148,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--kinds", nargs="+", choices=("host", "peer", "local"), help="left out: all that are there")
     parser.add_argument("--tune", action="store_true", help="other pieces, tiles and warps too")
     args = parser.parse_args()
     stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
@@ -155,7 +156,7 @@ def main() -> None:
     forms = [(fused.PIECE, fused.TILE, fused.WARPS)]
     if args.tune:
         forms += [(128 << 10, 128 << 10, 16), (128 << 10, 32 << 10, 8), (256 << 10, 64 << 10, 16), (64 << 10, 32 << 10, 8)]
-    for kind in ("host", *(["peer"] if torch.cuda.device_count() > 1 else []), "local"):
+    for kind in args.kinds or ("host", *(["peer"] if torch.cuda.device_count() > 1 else []), "local"):
         bench = Bench(kind)
         for programs in (4, 6, 8, 16, 24):
             for form in forms if programs in (8, 24) else forms[:1]:

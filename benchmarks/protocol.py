@@ -20,6 +20,7 @@ import datetime
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_prefetch.experts.homes import HostHome, LocalHome
+from moe_prefetch.experts.homes import Home, HostHome, LocalHome, PeerHome
 from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import Form
 from moe_prefetch.kernels.plan.naive import Tables
@@ -41,11 +42,14 @@ FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "trito
 Row = tuple[str, str, float, str, str]
 
 
-def exact(replays: int) -> list[Row]:
-    rows: list[Row] = []
-    for home in (HostHome(REAL), LocalHome("cuda", REAL)):
+HOMES: dict[str, Callable[[], Home]] = {
+    "host": lambda: HostHome(REAL), "local": lambda: LocalHome("cuda", REAL), "peer": lambda: PeerHome("cuda:1", "cuda:0", REAL)}
+
+
+def exact(replays: int, homes: list[str]) -> Iterator[Row]:
+    for home in [HOMES[name]() for name in homes]:
         began = time.perf_counter()
-        decode = Decode(home, "cuda", form=Form("bfloat16", 512, 256))
+        decode = Decode(home, "cuda", form=Form("bfloat16", 384, 192))
         d = decode.device_experts
         graph = d.capture(decode.step)
         torch.cuda.synchronize()
@@ -72,12 +76,11 @@ def exact(replays: int) -> list[Row]:
         if wrong or differ or t.demanded != int(decode.asked) or min(t.hit, t.miss, t.wasted) == 0:
             raise SystemExit("not exact")
         checked = f"bits of {replays} replays as all-resident"
-        rows += [(f"{home.name}_26layers", *more, checked)
-                 for more in (("replay_us", us, "us"), ("hit_rate", t.hit_rate, "ratio"), ("differing", 0, "numbers"))]
-    return rows
+        for more in (("replay_us", us, "us"), ("hit_rate", t.hit_rate, "ratio"), ("differing", 0, "numbers")):
+            yield (f"{home.name}_26layers", *more, checked)
 
 
-def cost() -> list[Row]:
+def cost() -> Iterator[Row]:
     """What forecast, plan, settle and the ends of steps add to a layer's expert kernels, 64 experts and 32 slots, nothing to move."""
     decode = Decode(LocalHome("cuda", REAL), "cuda", layers=8, experts=64, slots=32, top_k=8, form=Form("bfloat16", 512, 256), mode=2)
     d, x, unknown = decode.device_experts, decode.hidden, torch.full((2, 64), -1, dtype=torch.int32, device="cuda")
@@ -102,7 +105,7 @@ def cost() -> list[Row]:
     print(f"a layer of 64 experts: {took[0]:.1f} us, expert kernels alone {took[1]:.1f} us; {wrong} numbers differ", flush=True)
     if wrong:
         raise SystemExit("not exact")
-    return [("e64_s32_nothing_to_move", "us", took[0] - took[1], "us a layer", "bits as all-resident")]
+    yield "e64_s32_nothing_to_move", "us", took[0] - took[1], "us a layer", "bits as all-resident"
 
 
 def delayed(home: str, steps: int) -> tuple[str, list[int], dict[str, float], float]:
@@ -119,15 +122,13 @@ def delayed(home: str, steps: int) -> tuple[str, list[int], dict[str, float], fl
     return home, found, {**said.as_dict(), "asked": int(scene.asked)}, took / steps * 1e6
 
 
-def delays(steps: int) -> list[Row]:
-    rows: list[Row] = []
+def delays(steps: int) -> Iterator[Row]:
     with processes(2) as pool:
         for home, found, said, us in pool.map(delayed, ("local", "host"), (steps // 2,) * 2):
             print(f"{home}: {steps // 2} steps with delays, {us:.0f} us each, found {found}; {said}", flush=True)
             if any(found) or said["demanded"] != said["asked"] or min(said[k] for k in ("hit", "late", "miss", "cancelled", "wasted")) == 0:
                 raise SystemExit("not clean")
-            rows.append((f"{home}_4layers_delays", "steps", steps // 2, "steps", "words, claimants, slots, entries, moves"))
-    return rows
+            yield f"{home}_4layers_delays", "steps", steps // 2, "steps", "words, claimants, slots, entries, moves"
 
 
 def planted(name: str) -> tuple[str, list[int], list[int], int]:
@@ -140,7 +141,7 @@ def planted(name: str) -> tuple[str, list[int], list[int], int]:
         return f"{name}: {e!r}"[:300], [], [0] * 6, 0
 
 
-def faults() -> list[Row]:
+def faults() -> Iterator[Row]:
     from tests.protocol.device_faults import FAULTS
 
     good = 0
@@ -149,7 +150,7 @@ def faults() -> list[Row]:
             found = not any(clean) and bool(clean) and broken[finding] > 0
             good += found
             print(f"{name}: {'found' if found else 'NOT FOUND'}, without {clean}, with {broken}", flush=True)
-    return [("violations", "found", good, f"of {len(FAULTS)}", "each clean without it")]
+    yield "violations", "found", good, f"of {len(FAULTS)}", "each clean without it"
 
 
 # bf16: width of an expert, experts a token has; hidden 2048.
@@ -199,8 +200,7 @@ class Warm:
         return median_us(graph) / LAYERS, out
 
 
-def warm() -> list[Row]:
-    rows: list[Row] = []
+def warm() -> Iterator[Row]:
     for model, shape in MODELS.items():
         case = Warm(*shape)
         for tokens in (1, 2, 4, 8):
@@ -211,8 +211,8 @@ def warm() -> list[Row]:
                   "same" if same else "DIFFERENT", flush=True)
             if not same:
                 raise SystemExit("warm changed a bit")
-            rows += [(f"{model}_t{tokens}_beside{m}mb", "us", us, "us", "bits as without") for m, (us, _) in took.items()]
-    return rows
+            for m, (us, _) in took.items():
+                yield f"{model}_t{tokens}_beside{m}mb", "us", us, "us", "bits as without"
 
 
 def median_us(graph: torch.cuda.CUDAGraph, times: int = 15) -> float:
@@ -231,7 +231,8 @@ def processes(n: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
-PARTS = {"exact": lambda args: exact(args.replays // 2), "delays": lambda args: delays(args.steps), "faults": lambda args: faults(),
+PARTS = {"exact": lambda args: exact(args.replays // len(args.homes), args.homes), "delays": lambda args: delays(args.steps),
+         "faults": lambda args: faults(),
          "warm": lambda args: warm(), "cost": lambda args: cost()}
 
 
@@ -239,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--homes", nargs="+", choices=HOMES, default=["host", "local"])
     parser.add_argument("--replays", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--commit", default="")
@@ -250,7 +252,7 @@ def main() -> None:
         for part in args.parts:
             for case, metric, value, unit, checked in PARTS[part](args):
                 writer.writerow(("protocol", case, metric, f"{value:.4g}", unit, *stamp, checked))
-            f.flush()
+                f.flush()
 
 
 if __name__ == "__main__":
