@@ -52,7 +52,8 @@ LAYERS = 26
 
 def _world(name: str, ranks: int, rank: int, deadline: float = 30.0, cpu: bool = False) -> cases.World:
     """Rank -1: all ranks as streams."""
-    shape, device = cases.SHAPES[name], torch.device("cpu" if cpu else f"cuda:{max(rank, 0) % max(1, torch.cuda.device_count())}")
+    shape = cases.SHAPES.get(name, cases.STEP)
+    device = torch.device("cpu" if cpu else f"cuda:{max(rank, 0) % max(1, torch.cuda.device_count())}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     replicas = {1: [ranks - 1]} if name != "full" else {}
@@ -67,7 +68,7 @@ def _case(what: str, ranks: int, rank: int, a: argparse.Namespace) -> Any:
     if what in cases.SHAPES:
         return cases.correct(_world(what, ranks, rank, cpu=a.cpu), a.count)
     kind, share = what.split(":")
-    world = _world("decode", ranks, rank, cpu=a.cpu)
+    world = _world("step", ranks, rank, cpu=a.cpu)
     # Processes that share a GPU are no faster for more time: they wait for each other's slices.
     slow = 0.3 if rank >= 0 and not a.cpu and torch.cuda.device_count() < ranks else 1.0
     return cases.replays(world, LAYERS, a.replays, a.seconds * float(share) * slow, kind == "deterministic")
@@ -116,7 +117,7 @@ def _member(ranks: int, rank: int, how: str, deadline: float, delay: float, fold
     try:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-        world = _world("decode", ranks, rank, deadline, a.cpu)
+        world = _world("step", ranks, rank, deadline, a.cpu)
         gather = world.open(False)[0]
         given = world.inputs(Batch(world, [4] * ranks, "random", 0), rank)  # type: ignore[arg-type]
         gather(0, *given)
@@ -201,6 +202,7 @@ def main() -> int:
     ap.add_argument("--seconds", type=float, default=30.0, help="at most that long for each kind of replays")
     ap.add_argument("--count", type=int, default=10, help="batches of each shape and sum")
     ap.add_argument("--trials", type=int, default=3, help="of each fault")
+    ap.add_argument("--together", action="store_true", help="all trials at once: quicker, and the ranks' steps are slower")
     ap.add_argument("--start", default="fork", choices=("fork", "spawn"))
     ap.add_argument("--limit", type=float, default=90.0, help="seconds that a group of processes may take")
     ap.add_argument("--cpu", action="store_true", help="the same cases in Triton's interpreter, uncaptured")
@@ -255,14 +257,14 @@ def main() -> int:
         for r in sizes:
             show_correct(r, False, group(shapes, r, a)(a.limit))
     if "replays" in what:
-        kinds = ["deterministic:0.75", "reduced:0.25"]
+        kinds = ["deterministic:1", "reduced:0.2"]
         for streams in (True, False):
             if ("streams" in what or not streams) and (not streams or not a.cpu):
                 show_replays(sizes[0], streams, group(kinds, sizes[0], a, streams)(a.limit + a.seconds))
     if "faults" in what:
         r = max(sizes)
         # On a GPU that is shared anyway all trials run at once.
-        together = gpus < r and not a.cpu
+        together = (gpus < r or a.together) and not a.cpu
         trials: dict[str, list[Any]] = {}
         for how in ("killed", "stopped"):
             for seed in range(a.trials):

@@ -254,6 +254,7 @@ def bench_dispatch(
     file: Annotated[Path, typer.Option("--out", help="CSV to append rows to, as in benchmarks/results.")],
     gpus: Annotated[int, typer.Option(min=0, help="Ranks, a GPU each. Default: all GPUs; on a CPU 2.")] = 0,
     cases: Annotated[str, typer.Option(help="Regular expression over names such as qwen3-30b-a3b_ep2_t4_uniform.")] = ".",
+    slots: Annotated[int, typer.Option(min=0, help="Room for copies on each rank: skewed routings run again with them, as cases _rN.")] = 0,
     ids: Annotated[Path | None, typer.Option(help="Real routing of a top-6 model: .npz with expert_ids [tokens, layers, 6].")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="No case is begun later; cases that were not run are named.")] = 420.0,
     commit: Annotated[str, typer.Option(help="Commit to name in the rows.")] = "unknown",
@@ -262,7 +263,8 @@ def bench_dispatch(
     """A MoE layer over several GPUs, one-sided, beside NCCL's all-to-all and all-gather/reduce-scatter. Results: docs/dispatch.md."""
     from .bench import dispatch as job
 
-    argv = ["--out", str(file), "--gpus", str(gpus), "--cases", cases, "--seconds", str(seconds), "--commit", commit, "--device", device]
+    argv = ["--out", str(file), "--gpus", str(gpus), "--cases", cases, "--slots", str(slots), "--seconds", str(seconds), "--commit", commit,
+            "--device", device]
     with _errors():
         code = job.main([*argv, *(["--ids", str(ids)] if ids else [])], say=lambda *text: out.print(*text, markup=False, highlight=False,
                                                                                                   soft_wrap=True))

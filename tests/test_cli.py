@@ -24,7 +24,7 @@ def test_flags_are_frozen():
     bench = {name: options(command) for name, command in group.commands["bench"].commands.items()}
     where, what = ["--commit", "--journal", "--out", "--rows"], ["--length", "--model", "--only", "--passkey", "--text", "--texts"]
     assert bench["kv-quality"] == sorted(where + what)
-    assert bench["dispatch"] == ["--cases", "--commit", "--device", "--gpus", "--ids", "--out", "--seconds"]
+    assert bench["dispatch"] == ["--cases", "--commit", "--device", "--gpus", "--ids", "--out", "--seconds", "--slots"]
     assert flags["demo"] == ["--out", "--probe", "--real-drive", "--tokens"]
     assert flags["trace"] == ["--cap-mb", "--model", "--out", "--text", "--tokens"]
     assert flags["fit"] == ["--force", "--held-out", "--model", "--out", "--past", "--quick", "--trace"]

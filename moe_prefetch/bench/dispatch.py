@@ -1,6 +1,7 @@
 """Time a MoE layer over several GPUs, beside NCCL, and write rows for `benchmarks/results/dispatch.csv`.
 
-usage: moe-prefetch bench dispatch --out ROWS.csv [--gpus N] [--cases REGEX] [--ids FILE] [--seconds S] [--commit ID] [--device cuda|cpu]
+usage: moe-prefetch bench dispatch --out ROWS.csv [--gpus N] [--cases REGEX] [--slots N] [--ids FILE] [--seconds S] [--commit ID]
+       [--device cuda|cpu]
 
 A case is a model's layer, a number of ranks, tokens on each rank and a routing: `qwen3-30b-a3b_ep2_t4_uniform`. A call is everything from
 hidden states to the layer's output: router product, top-k, rows to their experts, experts, sums back. Its routing is laid down by a mask
@@ -10,6 +11,7 @@ median over rounds of microseconds a call, of the slowest rank. `_move_us`: ids 
 gather, stay, host  ours (docs/dispatch.md)
 ag_rs, ag_rs_packed NCCL all-gather and reduce-scatter, captured; rows, ids and weights in one launch, or in one message
 a2a_padded          NCCL all-to-all of static size, captured; a2a_eager: of exact sizes, which the host reads in between
+_r4                 ours with copies, four on each rank, of what its tokens choose most in these very calls: the best that a forecast can do
 layer_gain          the fastest of the captured baselines over gather; move_ratio: gather's way over ag_rs's, the faster of the two
 
 Everything is checked first: each way's output for up to 16 tokens of each rank against the law in FP64. A way that is wrong gets no rows.
@@ -65,14 +67,15 @@ class Case:
     ranks: int
     tokens: int
     routing: str
+    slots: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.model}_ep{self.ranks}_t{self.tokens}_{self.routing}"
+        return f"{self.model}_ep{self.ranks}_t{self.tokens}_{self.routing}" + f"_r{self.slots}" * (self.slots > 0)
 
 
-def cases_of(models: dict[str, Model], ranks: int, pattern: str, real: bool) -> list[Case]:
-    """Models one after another, most-wanted cases first: uniform at every size, other routings at three sizes."""
+def cases_of(models: dict[str, Model], ranks: int, pattern: str, real: bool, slots: int = 0) -> list[Case]:
+    """Models one after another, most-wanted cases first: uniform at every size, other routings at three sizes, those with copies too."""
     found = []
     for model in models:
         some = TOKENS if models is MODELS else (1, 5)
@@ -80,7 +83,7 @@ def cases_of(models: dict[str, Model], ranks: int, pattern: str, real: bool) -> 
             if routing == "real" and not (real and models[model].top_k == 6):
                 continue
             sizes = some if routing == "uniform" or len(some) < 3 else (4, 64, 1024)
-            found += [Case(model, ranks, t, routing) for t in sizes]
+            found += [Case(model, ranks, t, routing, s) for t in sizes for s in ((0, slots) if slots and routing != "uniform" else (0,))]
     return [c for c in found if re.search(pattern, c.name)]
 
 
@@ -201,13 +204,19 @@ def measure(case: Case, bank: Bank, ids_file: Path | None, ways: list[type[Way]]
     masks = [torch.full((T, model.experts), float("-inf")).scatter_(1, routed(case, model, group.rank, d, ids_file), 0.0).to(device)
              for d in range(DRAWS)]
     chosen = [choose(x, gate, m, model.top_k) for m in masks]
+    load_RE = [[0] * model.experts] * group.size
+    if case.slots:
+        counts = [sum(routed(case, model, r, d, ids_file).flatten().bincount(minlength=model.experts) for d in range(DRAWS))
+                  for r in range(group.size)]
+        load_RE = [c.tolist() for c in counts]  # type: ignore[union-attr]
+    bank.copy(load_RE)
     some = min(T, CHECKED)
     want = moe_records(x[:some], chosen[0][0][:some], chosen[0][1][:some], bank.records, model.form, dtype=torch.float64)
     ranks = Ranks(group)
     timer = Timer(ranks, device)
 
     def one(kind: type[Way]) -> dict[str, Any]:
-        way = kind(bank, T, bank.local())
+        way = kind(bank, T, bank.served() if kind.ours else bank.local())
         err = max(relative(way(n, x, *chosen[0])[:some], want) for n in range(2))
         way.check()
         said = {"error": ranks.most(err)}
@@ -236,7 +245,7 @@ def play(group: Group, device: torch.device, todo: list[Case], models: dict[str,
             break
         if case.model != at:
             bank, at = None, case.model
-            bank = Bank(group, models[case.model], device)
+            bank = Bank(group, models[case.model], device, max(c.slots for c in todo))
         assert bank is not None
         found = measure(case, bank, ids_file, [*WAYS, *(more(bank, case.tokens) if more else [])])
         if group.rank == 0:
@@ -312,6 +321,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print, more: 
     ap.add_argument("--out", required=True, type=Path)
     ap.add_argument("--gpus", type=int, default=0, help="ranks; default: all GPUs, or 2 on a CPU")
     ap.add_argument("--cases", default=".")
+    ap.add_argument("--slots", type=int, default=0, help="room for copies on each rank: cases with skewed routing run again with them")
     ap.add_argument("--ids", type=Path, help=".npz with expert_ids [tokens, layers, 6] for routing `real`")
     ap.add_argument("--seconds", type=float, default=420.0, help="no case is begun later")
     ap.add_argument("--commit", default="unknown")
@@ -324,7 +334,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print, more: 
         raise ConfigError(f"{ranks} ranks and {there} GPUs", where="bench dispatch --gpus", expected="2 ranks or more, a GPU for each",
                           do="pass --gpus with at most the GPUs of this machine; --device cpu checks the code without figures")
     models = MODELS if cuda else TINY
-    todo = cases_of(models, ranks, a.cases, a.ids is not None)
+    todo = cases_of(models, ranks, a.cases, a.ids is not None, a.slots)
     if not todo:
         raise ConfigError(f"no case matches {a.cases}", where="bench dispatch --cases", expected="such as qwen3-30b-a3b_ep2_t4_uniform",
                           do="see --help")

@@ -34,22 +34,25 @@ class Model:
 
 
 class Bank:
-    """One model's experts over a group: this rank's records in memory that all ranks of the host read. Collective to make."""
+    """One model's experts over a group: this rank's records in memory that all ranks of the host read, and room for `slots` copies.
 
-    def __init__(self, group: Group, model: Model, device: torch.device) -> None:
+    Collective to make. `even`: each expert on one rank, as the baselines have it; `placement`: with copies, as `copy` left it, for ours.
+    """
+
+    def __init__(self, group: Group, model: Model, device: torch.device, slots: int = 0) -> None:
         self.group, self.model, self.device, self.rank, self.ranks = group, model, device, group.rank, group.size
         if model.experts < group.size:
             raise ConfigError(f"{model.experts} experts on {group.size} ranks", where="bench dispatch", expected="an expert for each rank",
                               do="take fewer ranks")
-        self.placement = Placement.even(model.experts, group.size)
-        self.owner_E = torch.tensor(self.placement.serve_RE[0], dtype=torch.int64, device=device)
-        held = [self.placement.held_by(r) for r in range(group.size)]
+        self.even = Placement.even(model.experts, group.size)
+        self.owner_E = torch.tensor(self.even.serve_RE[0], dtype=torch.int64, device=device)
+        held = [self.even.held_by(r) for r in range(group.size)]
         self.first_R = torch.tensor([mine[0] for mine in held], dtype=torch.int64, device=device)
         self.count_R = torch.tensor([len(mine) for mine in held], dtype=torch.int64, device=device)
         size, most = model.form.layout().nbytes, max(map(len, held))
         memory = symmetric_memory(group, device)
-        self._block: SharedBlock = memory.allocate(most * size)
-        views = [v[: most * size].view(most, size) for v in self._block.views]
+        self._block: SharedBlock = memory.allocate((most + slots) * size)
+        views = [v[: (most + slots) * size].view(most + slots, size) for v in self._block.views]
         torch.manual_seed(1000 + group.rank)
         views[memory.rank][: len(held[group.rank])].copy_(random_block(model.form, len(held[group.rank]), device))
         if device.type == "cuda":
@@ -57,20 +60,38 @@ class Bank:
         group.gather(b"filled")
         self.records = [views[r][i] for r, mine in enumerate(held) for i in range(len(mine))]
         self.own = [views[group.rank][i] for i in range(len(held[group.rank]))]
-        self._table = {"own": self._addresses(self.own), "all": self._addresses(self.records)}
+        self._room = [views[group.rank][most + i] for i in range(slots)]
+        self.copy([[0] * model.experts] * group.size)
 
-    def _addresses(self, records: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tensor([r.data_ptr() for r in records], dtype=torch.int64, device=self.device)
+    def copy(self, load_RE: list[list[int]]) -> None:
+        """Fill the room with copies of what this rank's tokens choose most. Collective, between cases."""
+        self.placement = self.even.with_copies(load_RE, len(self._room))
+        self.group.gather(b"nobody reads")
+        near = dict(zip(self.even.held_by(self.rank), self.own, strict=True))
+        far = [e for e in self.placement.held_by(self.rank) if e not in near]
+        for slot, e in zip(self._room, far, strict=False):
+            near[e] = slot.copy_(self.records[e])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.group.gather(b"copied")
+        self._near = near
 
-    def _experts(self, which: str, records: list[torch.Tensor]) -> LayerExperts:
-        table, twin = self._table[which], records if self.device.type == "cpu" else ()
+    def _experts(self, records: list[torch.Tensor]) -> LayerExperts:
+        table = torch.tensor([r.data_ptr() for r in records], dtype=torch.int64, device=self.device)
+        twin = records if self.device.type == "cpu" else ()
         return lambda layer, x, ids, weights: expert_mlp(x, ids, weights, table, self.model.form, records=twin)
 
     def local(self) -> LayerExperts:
-        return self._experts("own", self.own)
+        """This rank's experts in `even`."""
+        return self._experts(self.own)
+
+    def served(self) -> LayerExperts:
+        """Those in `placement`, which has copies among them."""
+        return self._experts([self._near[e] for e in self.placement.held_by(self.rank)])
 
     def everywhere(self) -> LayerExperts:
-        return self._experts("all", self.records)
+        """All, from the nearest memory."""
+        return self._experts([self._near.get(e, record) for e, record in enumerate(self.records)])
 
     def spec(self, tokens: int) -> DispatchSpec:
         return DispatchSpec(self.model.form.hidden, self.model.top_k, self.model.dtype, max(1, tokens))
@@ -92,10 +113,11 @@ def unpacked(rows_NB: torch.Tensor, dtype: torch.dtype, per: int, hidden: int, t
 
 
 class Way:
-    """Made for calls of `tokens` tokens; `experts` are this rank's own."""
+    """Made for calls of `tokens` tokens; `experts` are this rank's own: with copies where the way is `ours`."""
 
     name = ""
     captured = True
+    ours = False
 
     def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
         self.bank, self.tokens, self.experts = bank, tokens, experts
@@ -113,7 +135,7 @@ class Way:
 class OneSided(Way):
     """Ours, mode gather: one-sided put and give."""
 
-    name = "gather"
+    name, ours = "gather", True
     mode: Mode = "gather"
 
     def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
@@ -135,8 +157,11 @@ class InPlace(Way):
 
     name = "stay"
 
+    def __init__(self, bank: Bank, tokens: int, experts: LayerExperts) -> None:
+        super().__init__(bank, tokens, bank.everywhere())
+
     def __call__(self, n: int, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        return self.bank.everywhere()(n, x_TD, ids_TK, weights_TK)
+        return self.experts(n, x_TD, ids_TK, weights_TK)
 
 
 class Host(OneSided):

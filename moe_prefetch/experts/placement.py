@@ -53,6 +53,23 @@ class Placement:
                 row[e] = rank if rank in holders else holders[rank % len(holders)]
         return Placement(tuple(map(tuple, rows)))
 
+    def with_copies(self, load_RE: Sequence[Sequence[int]], slots: int) -> Placement:
+        """Copies where they spare most travel: each rank takes the experts that its own tokens choose most among those it does not hold.
+
+        load_RE [R][E]: how often tokens of a rank choose an expert, counted or forecast, the same numbers on every rank; `slots`: copies a
+        rank has room for. Ties go to the lower expert, and nothing is copied that nobody is to choose. Raises ConfigError: other sizes.
+        """
+        if len(load_RE) != self.ranks or any(len(row) != self.experts for row in load_RE) or slots < 0:
+            raise ConfigError(f"loads of {len(load_RE)} ranks, {slots} slots", where="placement",
+                              expected=f"{self.ranks} rows of {self.experts} numbers", do="count every expert for every rank")
+        replicas: dict[int, list[int]] = {}
+        for rank, load_E in enumerate(load_RE):
+            held = set(self.held_by(rank))
+            wanted = sorted((e for e in range(self.experts) if load_E[e] > 0 and e not in held), key=lambda e: (-load_E[e], e))
+            for e in wanted[:slots]:
+                replicas.setdefault(e, []).append(rank)
+        return self.with_replicas(replicas)
+
     @property
     def ranks(self) -> int:
         return len(self.serve_RE)

@@ -29,7 +29,8 @@ def results() -> dict[tuple[int, str], list[Any]]:
 def right(found: dict[tuple[int, str], list[Any]], world: int) -> None:
     said = found[world, "everything"][0]
     assert not isinstance(said, str), said
-    assert sorted(said) == sorted(f"tiny_ep{world}_t{t}_{r}" for t in (1, 5) for r in ("uniform", "zipf", "all-to-one"))
+    assert sorted(said) == sorted(f"tiny_ep{world}_t{t}_{r}" for t in (1, 5) for r in ("uniform", "zipf", "zipf_r2", "all-to-one",
+                                                                                          "all-to-one_r2"))
     for case, each in said.items():
         assert {w for w, one in each.items() if one.get("error", 1) < 1e-5} == NAMES, (case, each)
         assert not any(one.get("fault") for w, one in each.items() if w != "fails"), each

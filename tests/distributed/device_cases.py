@@ -41,6 +41,8 @@ class Shape(NamedTuple):
 SHAPES = {"decode": Shape(Form("bfloat16", 2048, 256), 16, 8, 8), "odd": Shape(Form("bfloat16", 72, 40), 5, 3, 3, 2),
           "full": Shape(Form("float16", 256, 128), 16, 4, 64)}
 
+STEP = SHAPES["decode"]._replace(capacity=4)  # of a captured step: messages of as many rows as there are tokens
+
 
 # ranks that are streams ------------------------------------------------------------------------------------------------------
 class Meeting:

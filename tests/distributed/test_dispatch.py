@@ -1,6 +1,7 @@
 """A MoE layer over several ranks is the single-process layer: every mode, routing and number of ranks; to the bit where it must be."""
 from __future__ import annotations
 
+import random
 from statistics import median
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_placements_count_every_expert_once():
     assert [row[0] for row in replicated.serve_RE] == [0, 2, 2, 2] and [row[7] for row in replicated.serve_RE] == [0, 1, 2, 3]
     assert replicated.held_by(2) == (0, 4, 5, 7) and replicated.digest != Placement.even(8, 4).digest
     assert replicated.digest == Placement.even(8, 4).with_replicas({7: [0, 1, 2], 0: [2]}).digest
+
+
+def test_copies_go_where_they_are_chosen_most():
+    rng = random.Random(0)
+    for _ in range(60):
+        experts, n, slots = rng.choice((5, 8, 16)), rng.choice((1, 2, 3, 4)), rng.choice((0, 1, 4, 20))
+        even = Placement.even(experts, n)
+        load = [[rng.choice((0, 0, 1, 2, 9)) for _ in range(experts)] for _ in range(n)]
+        placed = even.with_copies(load, slots)
+        for r in range(n):
+            new = set(placed.held_by(r)) - set(even.held_by(r))
+            far = sorted((load[r][e] for e in range(experts) if e not in even.held_by(r)), reverse=True)
+            assert len(new) <= slots and all(load[r][e] > 0 for e in new)
+            # No other choice of as many copies keeps more of this rank's tokens at home.
+            assert sum(load[r][e] for e in new) == sum(far[:slots])
+            assert all(placed.serve_RE[r][e] == r for e in placed.held_by(r))
+    with pytest.raises(ConfigError, match="loads of 1 ranks"):
+        Placement.even(4, 2).with_copies([[1, 1, 1, 1]], 1)
+    with pytest.raises(ConfigError, match="-1 slots"):
+        Placement.even(4, 2).with_copies([[1] * 4] * 2, -1)
 
 
 @pytest.mark.parametrize("replicas", [{8: [1]}, {-1: [1]}, {0: [0]}, {0: [1, 1]}, {0: [4]}, {0: [-1]}])
