@@ -1,6 +1,6 @@
 """Time FP4 decode attention against FP16 SDPA on one GPU; write rows for `benchmarks/results/kv-attend.csv`.
 
-usage: moe-prefetch bench kv-attend --out ROWS.csv [--cases REGEX] [--commit ID] [--align BYTES] [--set W1=44 ...]
+usage: moe-prefetch bench kv-attend --out ROWS.csv [--cases REGEX] [--commit ID] [--align BYTES] [--set STAGES=3 ...]
 
 Every figure is the median over replays of a CUDA graph whose calls rotate over copies of the cache, so that none is in L2. A call is
 everything from q to the output: q preparation, paging through a random block table, FP16 sinks and window, combine. SDPA reads a plain FP16

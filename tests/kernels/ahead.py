@@ -47,9 +47,8 @@ SHAPES = {
 }
 
 
-def main() -> None:
-    import sys
-
+def call(batch: int, heads: int, group: int, dim: int, tokens: int, outliers: int, softcap: float) -> None:
+    """One step of attention over pages of a format with that many outlier channels."""
     import torch
 
     from moe_prefetch.kernels.kv_attend import fused
@@ -57,30 +56,35 @@ def main() -> None:
     from moe_prefetch.kv.format import PAGE, PageLayout, format_of
 
     fused.programs_on = lambda device, rows: 528
+    layout = PageLayout(format_of("fp4-quality"), dim, dim, outliers)
+    i32 = lambda *shape: torch.zeros(*shape, dtype=torch.int32)  # noqa: E731
+    half = lambda n: torch.zeros(batch, heads, n, dim, dtype=torch.float16)  # noqa: E731
+    fused.attend(
+        torch.zeros(batch, heads * group, 1, dim, dtype=torch.bfloat16),
+        i32(batch),
+        torch.zeros(1, heads, layout.page_bytes, dtype=torch.uint8),
+        i32(batch, -(-tokens // PAGE)),
+        i32(batch),
+        i32(batch),
+        half(4),
+        half(4),
+        half(65),
+        half(65),
+        i32(batch),
+        neutral_book(layout, heads),
+        layout,
+        scale=dim**-0.5,
+        softcap=softcap,
+    )
+
+
+def main() -> None:
+    import sys
+
     kernels = compile_only()
     for name in sys.argv[1:] or SHAPES:
-        B, N, G, D, tokens, outliers, softcap = SHAPES[name]
-        layout = PageLayout(format_of("fp4-quality"), D, D, outliers)
-        i32 = lambda *shape: torch.zeros(*shape, dtype=torch.int32)  # noqa: E731
-        half = lambda n, B=B, N=N, D=D: torch.zeros(B, N, n, D, dtype=torch.float16)  # noqa: E731
         kernels.clear()
-        fused.attend(
-            torch.zeros(B, N * G, 1, D, dtype=torch.bfloat16),
-            i32(B),
-            torch.zeros(1, N, layout.page_bytes, dtype=torch.uint8),
-            i32(B, -(-tokens // PAGE)),
-            i32(B),
-            i32(B),
-            half(4),
-            half(4),
-            half(65),
-            half(65),
-            i32(B),
-            neutral_book(layout, N),
-            layout,
-            scale=D**-0.5,
-            softcap=softcap,
-        )
+        call(*SHAPES[name])
         print(name, *(k.metadata.name for k in kernels), flush=True)
 
 

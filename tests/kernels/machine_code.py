@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
+from ahead import call, compile_only
 from listing import loops, unset_uniform
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,7 +30,6 @@ from moe_prefetch.kv.format import FORMATS, PageLayout
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
-    "q_ptr": "*bf16",
     "q8_ptr": "*fp8e4nv",
     "qo_ptr": "*fp16",
     "qf_ptr": "*fp32",
@@ -37,20 +38,12 @@ TYPES = {
     "table_ptr": "*i32",
     "stored_ptr": "*i32",
     "length_ptr": "*i32",
-    "sink_k_ptr": "*fp16",
-    "sink_v_ptr": "*fp16",
-    "recent_k_ptr": "*fp16",
-    "recent_v_ptr": "*fp16",
-    "recent_first_ptr": "*i32",
     "part_ptr": "*fp32",
     "ml_ptr": "*fp32",
     "span_ptr": "*i32",
     "B": "i32",
     "table_width": "i32",
     "t_at": "i32",
-    "first_64": "i32",
-    "second_64": "i32",
-    "scale_log2": "fp32",
 }
 # name: format, head dim, query rows, outlier channels
 CASES = {
@@ -66,6 +59,11 @@ CASES = {
 
 
 def machine_code(name: str) -> str:
+    if name.startswith("decode_"):
+        _, dim, rows, outliers = CASES[name.removeprefix("decode_")]
+        kernels = compile_only()
+        call(8, 8, rows, dim, 32768, outliers, 0.0)
+        return listing_of(next(k for k in kernels if k.metadata.name == "attend_decode"))
     fmt, dim, rows, outliers = CASES[name]
     layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
     at = {k: v[0] for k, v in layout.offsets.items()}
@@ -81,8 +79,6 @@ def machine_code(name: str) -> str:
         "HL": 2 if dim // 64 * rows * 2 <= 16 else 1,
         "XC": max(16, rows),
         "SINKS": 4,
-        "RING": 65,
-        "PIECES": 1,
         "SLIDING": 0,
         "SOFTCAP": 0.0,
         "PAGE_BYTES": layout.page_bytes,
@@ -100,6 +96,10 @@ def machine_code(name: str) -> str:
         fn=fused.attend_pages, signature={**types, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=attrs
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": fused.FIT[rows][1]})
+    return listing_of(kernel)
+
+
+def listing_of(kernel: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -110,7 +110,9 @@ def machine_code(name: str) -> str:
 
 def facts(name: str) -> dict[str, object]:
     code = machine_code(name)
-    loop = next(body for body in loops(code) if any(" QGMMA" in f" {t}" for t in body))
+    of = lambda body: sum("QGMMA" in t for t in body)  # noqa: E731
+    # waits for a barrier jump back too
+    loop = next(body for body in loops(code) if of(body) == max(map(of, loops(code))))
     count = lambda pattern: sum(bool(re.search(pattern, t)) for t in loop)  # noqa: E731
     return {
         "name": name,
@@ -125,5 +127,5 @@ def facts(name: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
+    for case in sys.argv[1:] or [*CASES, *(f"decode_{name}" for name in CASES)]:
         print(json.dumps(facts(case)), flush=True)

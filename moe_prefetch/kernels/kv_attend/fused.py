@@ -7,6 +7,8 @@ instructions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -33,6 +35,7 @@ from ..kv_fp4.fused import (
 )
 from ..kv_query.fused import buffers, prepare
 from ..kv_recent.fused import attend_recent
+from . import fused_decode
 
 LOG2E = 1.4426950408889634
 
@@ -53,35 +56,40 @@ def _rows(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _start(p, total, programs, few, first_64, second_64):
-    """First page of program p: those that fit on the chip at once take so many 64ths of all, as many more the next, as many the rest.
-
-    Where that is few pages each, `few` programs share all.
-    """
-    wave = p // programs
-    i = p - wave * programs
-    k1 = total * first_64 // 64 // programs
-    k2 = total * second_64 // 64 // programs
-    rest = total - programs * (k1 + k2)
-    share = rest // programs
-    at = programs * (k1 + k2) + i * share + tl.minimum(i, rest - share * programs)
-    at = tl.where(wave == 0, i * k1, tl.where(wave == 1, programs * k1 + i * k2, tl.where(wave == 2, at, total)))
-    share = total // few
-    return tl.where(total > programs * 6, at, tl.minimum(p * share + tl.minimum(p, total - share * few), total))
+def _cut(p, programs, total):
+    """Where share p of `total` begins, rounded down."""
+    return total // programs * p + total % programs * p // programs
 
 
-@triton.jit(do_not_specialize=["table_width", "first_64", "second_64"])
+@triton.jit
+def _start(p, programs, total):
+    """First page of program p: equal shares; of fewer pages than programs the first ones take one each."""
+    sharing = tl.maximum(tl.minimum(programs, total), 1)
+    return _cut(tl.minimum(p, sharing), sharing, total)
+
+
+@triton.jit
+def _where(unit, first_B, units_B, ends_B, b_B, N: tl.constexpr, SLIDING: tl.constexpr):
+    """Sequence, head, its page and pages of a place in the flat list."""
+    b = tl.sum((ends_B <= unit).to(tl.int32), axis=0)
+    mine_B = b_B == b
+    units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
+    before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - N * units
+    n = (unit - before) // tl.maximum(units, 1)
+    first = tl.sum(tl.where(mine_B, first_B, 0), axis=0) if SLIDING > 0 else 0
+    return b, n, first, unit - before - n * units, units
+
+
+@triton.jit(do_not_specialize=["table_width"])
 def attend_pages(
-    q_ptr, q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr,
-    recent_v_ptr, recent_first_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at, first_64, second_64,
-    scale_log2,
+    q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
     KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr,
-    SINKS: tl.constexpr, RING: tl.constexpr, PIECES: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Partial attention: the first B N PIECES programs take 128 FP16 tokens of an item each, the others shares of the flat list of pages.
+    """Partial attention over pages: programs take equal shares of the flat list of all items' pages.
 
     D = dk = dv, 64 or 128, planes, V scale per token and 64 channels. q [B, N, R, D] with R = G T rows, and as `prepare` leaves it; pool
     [P, N, PAGE_BYTES]; part FP32 [slots, R, D], ml FP32 [slots, R, 2] (maximum in log2 units, sum). A program writes slot `program + item`
@@ -97,51 +105,34 @@ def attend_pages(
     OP: tl.constexpr = 4 if OUT <= 4 else 8 if OUT <= 8 else 16
     BARE: tl.constexpr = OUT == 0 and SOFTCAP == 0
     if PDL:
-        # the combine kernel may take the place of programs that have ended
+        # the next kernel may take the places of programs that have ended
         tl.extra.cuda.gdc_launch_dependents()
-    items = B * N
-    programs = tl.num_programs(0) - items * PIECES
-    at_once = programs // 3
-    if tl.program_id(0) < items * PIECES:
-        recent = tl.program_id(0)
-        attend_recent(
-            recent // PIECES, recent % PIECES, q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-            recent_first_ptr, part_ptr, ml_ptr, span_ptr, programs + items + recent, t_at, scale_log2,
-            N, R, RP, T, D, D, SINKS, RING, SLIDING, SOFTCAP)
-        if PDL:
-            # some program of this launch has to, so that its end is the end of `prepare` too
-            tl.extra.cuda.gdc_wait()
-        return
-    program = tl.program_id(0) - items * PIECES
+    programs = tl.num_programs(0)
+    program = tl.program_id(0)
     first_B, units_B, ends_B = _rows(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
     total = tl.max(ends_B, axis=0)
-    # the FP16 tokens' programs start first: of few pages no program should have to wait for their places
-    few = tl.maximum(at_once - items * PIECES, (at_once + 1) // 2)
-    unit = _start(program, total, at_once, few, first_64, second_64)
-    end = _start(program + 1, total, at_once, few, first_64, second_64)
+    unit = _start(program, programs, total)
+    end = _start(program + 1, programs, total)
+    # DRAM has work while q is prepared
+    b, n, first, u0, units = _where(unit, first_B, units_B, ends_B, b_B, N, SLIDING)
+    for i in tl.static_range(2):
+        page = tl.load(table_ptr + b * table_width + first + tl.minimum(u0 + i, units - 1), mask=unit < end, other=0)
+        fetch(pool_ptr + (page.to(tl.int64) * N + tl.where(unit < end, n, 0)) * PAGE_BYTES, PAGE_BYTES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     r_R = tl.arange(0, RP)
     t_T = tl.arange(0, 128)
     b_X = tl.arange(0, 64)
     while unit < end:
-        b = tl.sum((ends_B <= unit).to(tl.int32), axis=0)
-        mine_B = b_B == b
-        units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
-        before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - N * units
-        n = (unit - before) // units
-        u0 = unit - before - n * units
+        b, n, first, u0, units = _where(unit, first_B, units_B, ends_B, b_B, N, SLIDING)
         u1 = tl.minimum(units, u0 + end - unit)
-        first = tl.sum(tl.where(mine_B, first_B, 0), axis=0) if SLIDING > 0 else 0
         t0 = first + u0
         t1 = first + u1
         unit += u1 - u0
         table = table_ptr + b * table_width
         page = tl.load(table + t0)
-        page_1 = tl.load(table + tl.minimum(t0 + 1, t1 - 1))
-        # DRAM has work while q is prepared
-        fetch(pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES, PAGE_BYTES)
-        fetch(pool_ptr + (page_1.to(tl.int64) * N + n) * PAGE_BYTES, PAGE_BYTES)
         stored = tl.load(stored_ptr + b)
         item = b * N + n
         slot = program + item
@@ -149,8 +140,6 @@ def attend_pages(
             tl.store(span_ptr + item * 2, slot)
         if u1 == units:
             tl.store(span_ptr + item * 2 + 1, slot + 1)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         q8_at = q8_ptr + item * (4 // HL * QC * KB) + tl.arange(0, QC)[None, :] * (2 // HL * KB) + tl.arange(0, 2 // HL * KB)[:, None]
         ql = tl.load(q8_at)
         qh = tl.load(q8_at + 2 // HL * QC * KB)
@@ -302,12 +291,14 @@ def attend_pages(
         tl.store(ml_ptr + (slot * R + r_R) * 2 + 1, tl.sum(tl.sum(l_WR, axis=0), axis=0), mask=r_R < R)
 
 
-# Query rows: programs on a multiprocessor at once, and the registers a thread may have for that.
+# Query rows: programs on a multiprocessor at once, and the registers a thread may have for that (0: as many as it wants).
 FIT = {4: (4, 128), 8: (4, 128)}
-W1, W2 = 44, 12  # 64ths of the pages that the first wave of programs takes, and the second; a third levels what is left
+FIT_MORE = (2, 0)
 STAGES = 3
 PDL = True
 MAX_ROWS = 32  # query rows of one KV head in a launch; more queries take another pass over the pages
+# Gluon is experimental: another version's may differ
+DECODE = ASM.value and triton.__version__.startswith("3.6.")
 
 
 def serves(layout: PageLayout, group: int) -> bool:
@@ -317,9 +308,14 @@ def serves(layout: PageLayout, group: int) -> bool:
             and f.v_group == 64 and layout.rope == 0 and layout.k_dim == layout.v_dim and layout.k_dim in (64, 128))
 
 
-def programs_on(device: torch.device, rows: int) -> int:
-    """Programs for so many query rows that are on the chip at once."""
-    return FIT.get(rows, (4, 0))[0] * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+def programs_on(device: torch.device, each: int) -> int:
+    """Programs that are on the chip at once, `each` on a multiprocessor."""
+    return each * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+
+
+def shares(programs: int, items: int) -> int:
+    """A number of programs, a little below that, whose equal shares end where items of equal length do as often as can be."""
+    return max(range(max(1, programs * 15 // 16), programs - programs // 128 + 1), key=lambda p: (math.gcd(p, items), p))
 
 
 def attend(
@@ -348,27 +344,37 @@ def attend(
         q = q_BHTd[:, :, t_at : t_at + T].contiguous()
         R = G * T
         RP = max(4, triton.next_power_of_2(R))
-        at_once = programs_on(dev, RP)
-        programs = 3 * at_once
-        # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
-        HL = 2 if D // 64 * RP * 2 <= 16 else 1
-        KC = 2 if RP == 4 else D // 64
-        XC = max(16, RP)
-        shape = {"N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "KC": KC, "HL": HL, "XC": XC, "SOFTCAP": softcap}
-        q8, qo, qf = buffers(items, RP, KC * RP * HL, HL, D, layout.outliers, XC, dev)
-        pieces = -(-(sinks + ring) // 128)
+        decode = DECODE and fused_decode.serves(layout, R, pool_PNb, T_all, sliding, softcap)
+        fit, registers = fused_decode.FIT[D, RP] if decode else FIT.get(RP, FIT_MORE)
+        regs = {"maxnreg": registers} if registers else {}
+        programs = shares(programs_on(dev, fit), items)
+        pieces = -(-(sinks + ring) // 64)
         slots = programs + items * (1 + pieces)
         part = torch.empty(slots, R, D, dtype=torch.float32, device=dev)
         ml = torch.empty(slots, R, 2, dtype=torch.float32, device=dev)
         span = torch.empty(items, 2, dtype=torch.int32, device=dev)
-        prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **shape, PDL=bool(pdl), num_warps=4)
-        attend_pages[(items * pieces + programs,)](
-            q, q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml,
-            span, B, table_BP.shape[1], t_at, W1, W2, scale * LOG2E,
-            BP=max(16, triton.next_power_of_2(B)), T=T, **shape, SINKS=sinks, RING=ring, PIECES=pieces, SLIDING=sliding,
-            PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"], VS_AT=at["v_scales"], KO_AT=at["k_outliers"],
-            TRAILER_AT=at["trailer"], STAGES=STAGES, PDL=bool(pdl), num_warps=4,
-            **({"maxnreg": FIT[RP][1]} if RP in FIT else {}), **pdl)
+        shape = {"BP": max(16, triton.next_power_of_2(B)), "N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "num_warps": 4}
+        if decode:
+            fused_decode.attend_decode[(programs,)](
+                *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, span, B, table_BP.shape[1],
+                scale * LOG2E, **shape, **fused_decode.constants(layout), **regs)
+        else:
+            # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
+            HL = 2 if D // 64 * RP * 2 <= 16 else 1
+            KC = 2 if RP == 4 else D // 64
+            XC = max(16, RP)
+            shape |= {"KC": KC, "HL": HL, "XC": XC, "SOFTCAP": softcap, "PDL": bool(pdl)}
+            q8, qo, qf = buffers(items, RP, KC * RP * HL, HL, D, layout.outliers, XC, dev)
+            prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **{k: v for k, v in shape.items() if k != "BP"})
+            attend_pages[(programs,)](
+                q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, part, ml, span, B, table_BP.shape[1], t_at,
+                **shape, T=T, SINKS=sinks, SLIDING=sliding, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
+                VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], STAGES=STAGES, **regs, **pdl)
+        # behind the pages: these take places that `shares` left, and those of programs that have ended
+        attend_recent[(items * pieces,)](
+            q, q_len_B, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml, span, programs + items, t_at,
+            scale * LOG2E, N=N, R=R, RP=RP, T=T, D=D, SINKS=sinks, RING=ring, PIECES=pieces, SLIDING=sliding, SOFTCAP=softcap,
+            PDL=bool(pdl), num_warps=4, **pdl)
         # one warp for 32 channels while an item has few partial results, more of them for many
         some = min(256, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
         parts = min(D // 32, 1 << max(1, 2048 // (items * R)).bit_length() - 1)

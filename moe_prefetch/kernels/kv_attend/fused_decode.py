@@ -1,0 +1,400 @@
+"""Decode attention over FP4 pages on Hopper, in Gluon: the arithmetic of `fused.attend_pages`, with copies and barriers laid out by hand.
+
+Bulk copies bring a record in two pieces to one of STAGES places in shared memory, asked for by one thread as soon as the page before there
+has been read. Three barriers a page: its arrival, the maximum, p. Columns of every MMA lie so that a lane keeps its rows from scores to p
+to output. `serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...kv.format import PageLayout
+from ..kv_query.fused_decode import outlier_queries, queries
+
+NONE = gl.constexpr(-1.0e30)
+CODES = gl.NVMMASharedLayout(128, 8, 2)
+PLAIN = gl.NVMMASharedLayout(0, 32, 3)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _hi(x):
+    y = gl.inline_asm_elementwise("and.b32 $0, $1, 0x8E8E8E8E;", "=r,r", [x], dtype=gl.uint8, is_pure=True, pack=4)
+    return y.to(gl.float8e5, bitcast=True)
+
+
+@gluon.jit
+def _lo(x):
+    y = gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; shr.u32 a, $1, 3; shl.b32 b, $1, 7; and.b32 a, a, 0x0E0E0E0E; lop3.b32 $0, b, 0x80808080, a, 0xEA; }",
+        "=r,r", [x], dtype=gl.uint8, is_pure=True, pack=4)
+    return y.to(gl.float8e5, bitcast=True)
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _scale(word, i: gl.constexpr):
+    return ((word >> (8 * i) & 0x7F) << 20).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _cut(p, programs, total):
+    return total // programs * p + total % programs * p // programs
+
+
+@gluon.jit
+def _terms(p_TR, R: gl.constexpr):
+    """p as E4M3 hi, lo: uint8 [2 planes, 64 tokens in the order of tau, R] each."""
+    a, b = gl.split(gl.permute(gl.reshape(p_TR, [2, 4, 2, 8, R]), [0, 1, 3, 4, 2]))
+    x = gl.join(a, b)
+    hi, lo = gl.inline_asm_elementwise(
+        """{ .reg .b32 e, g;
+        cvt.rn.f16x2.f32 g, $3, $2; add.u32 e, g, 0x00400040; and.b32 e, e, 0xFF80FF80; sub.rn.f16x2 g, g, e;
+        cvt.rn.satfinite.e4m3x2.f16x2 $0, e; cvt.rn.satfinite.e4m3x2.f16x2 $1, g; }""",
+        "=h,=h,f,f", [x], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=2)
+    return gl.reshape(gl.permute(hi, [0, 1, 2, 4, 3]), [2, 64, R]), gl.reshape(gl.permute(lo, [0, 1, 2, 4, 3]), [2, 64, R])
+
+
+@gluon.jit
+def by_row(x, RP: gl.constexpr):
+    """[128, 8] with columns as lanes hold them, to [128, RP]: 4 rows have every second column, of 8 rows r has 2 (r % 4) + r // 4."""
+    if RP == 4:
+        y, _ = gl.split(gl.reshape(x, [128, 4, 2]))
+    else:
+        y = gl.reshape(gl.permute(gl.reshape(x, [128, 4, 2]), [0, 2, 1]), [128, 8])
+    return y
+
+
+@gluon.jit
+def _own(o, V_MMA: gl.constexpr, X: gl.constexpr):
+    """Of [128 channels, 2 X] what the two halves have in their own columns: [64, X] each."""
+    a, b = gl.split(gl.permute(gl.reshape(o, [2, 64, 2, X]), [1, 3, 0, 2]))
+    a0, _ = gl.split(a)
+    _, b1 = gl.split(b)
+    return gl.convert_layout(a0, V_MMA), gl.convert_layout(b1, V_MMA)
+
+
+@gluon.jit
+def _expect(codes_bar, tail_bar, s, D: gl.constexpr, TAIL: gl.constexpr, pred):
+    mbarrier.expect(codes_bar.index(s), D * 128, pred=pred)
+    mbarrier.expect(tail_bar.index(s), TAIL * 128, pred=pred)
+
+
+@gluon.jit
+def _ask(codes, tail, pool_ptr, rec, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, s, D: gl.constexpr, OUT: gl.constexpr,
+         LINES: gl.constexpr, pred):
+    """Have record `rec` copied to stage s."""
+    tma.async_copy_global_to_shared(codes, [rec * LINES, 0], codes_bar.index(s), codes_s.index(s), pred=pred)
+    tma.async_copy_global_to_shared(tail, [rec, D, 0], tail_bar.index(s), tail_s.index(s), pred=pred)
+    if OUT == 3:
+        # rows of 6 bytes: the two words that hold a token's
+        t_T = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        at = pool_ptr + rec.to(gl.int64) * (LINES * 32) + (D * 32 + D * 3 // 2) + t_T * 3 // 2
+        async_copy.async_copy_global_to_shared(word_s.index(s), at, mask=(t_T >= 0) & pred)
+        async_copy.async_copy_global_to_shared(next_s.index(s), at + 1, mask=(t_T >= 0) & pred)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _outliers(tail_1, word_1, next_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
+    """FP16 [128, 16]: the outlier channels of K, up to 8, twice."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if OUT == 8:
+        KO_L: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [8, 0], [64, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 8])
+        ko = tail_1._reinterpret(gl.float16, [TAIL, 8, 8], FLAT2).index(D * 6 // 128)._reinterpret(gl.float16, [128, 8], FLAT2).load(KO_L)
+    else:
+        # as pairs of channels in 32-bit words
+        W_L: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 4])
+        T_L: gl.constexpr = gl.SliceLayout(1, W_L)
+        j_J = gl.arange(0, 4, gl.SliceLayout(0, W_L))
+        if OUT == 1:
+            a_T = tail_1._reinterpret(gl.int16, [TAIL, 64], FLAT).index(D * 6 // 128)._reinterpret(gl.int16, [128], FLAT).load(T_L)
+            w_TJ = gl.where((j_J == 0)[None, :], (a_T.to(gl.int32) & 0xFFFF)[:, None], 0)
+        else:
+            odd_T = gl.arange(0, 128, T_L) % 2 == 1
+            a_T = word_1.load(T_L)
+            b_T = next_1.load(T_L)
+            first_T = gl.where(odd_T, (a_T >> 16 & 0xFFFF) | b_T << 16, a_T)
+            third_T = gl.where(odd_T, b_T >> 16, b_T) & 0xFFFF
+            w_TJ = gl.where((j_J == 0)[None, :], first_T[:, None], gl.where((j_J == 1)[None, :], third_T[:, None], 0))
+        low = w_TJ.to(gl.int16).to(gl.float16, bitcast=True)
+        high = (w_TJ >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+        ko = gl.reshape(gl.join(low, high), [128, 8])
+    return gl.reshape(gl.permute(gl.join(ko, ko), [0, 2, 1]), [128, 16])
+
+
+@gluon.jit(do_not_specialize=["table_width"])
+def attend_decode(
+    codes, tail, pool_ptr, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
+    BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
+    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Partial attention over pages, one query of R heads an item: as `fused.attend_pages`, which says what goes in and out.
+
+    `codes` and `tail` describe the pool to the copies (`sources`); a record is LINES of 128 bytes, TAIL of them behind the codes.
+    """
+    KG: gl.constexpr = D // 64
+    # columns of a plane's scores: (row, scale block); of p: (channel half, row, term)
+    QC: gl.constexpr = 2 * RP if D == 128 else 8
+    X: gl.constexpr = 2 * RP
+    KB: gl.constexpr = D // 2
+    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QC, 32])
+    O_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    V_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X, 32])
+    W_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KG * X, 32])
+    K_A: gl.constexpr = gl.DotOperandLayout(0, S_MMA, 4)
+    W_A: gl.constexpr = gl.DotOperandLayout(0, W_MMA, 4)
+    O_A: gl.constexpr = gl.DotOperandLayout(0, O_MMA, 2)
+    Q_S: gl.constexpr = gl.NVMMASharedLayout(KB, 8, 2)
+    # rows of 64 bytes, and of 32, in the copy's lines of 128, whose 16-byte pieces are swizzled
+    S64: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 0], [2, 16], [4, 32], [9, 0], [16, 0], [32, 0]]
+    S32: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0], [64, 0]]
+    V_S: gl.constexpr = gl.SharedLinearLayout(S64 + [[64, 0]] if D == 128 else S64)
+    K_S: gl.constexpr = V_S if D == 128 else gl.SharedLinearLayout(S32)
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    MAX_L: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0]] if RP == 4 else [[1, 0], [2, 0], [0, 4]], [[0, 1], [0, 2], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, RP])
+    TWO: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2])
+    P_S: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    # the next kernel may take the places of programs that have ended
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+    codes_s = gl.allocate_shared_memory(gl.uint8, [STAGES, D, 128], CODES)
+    tail_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1, TAIL, 32], PLAIN)
+    q0_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
+    q1_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
+    q2_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
+    q3_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
+    qo_s = gl.allocate_shared_memory(gl.float16, [8, 16], gl.NVMMASharedLayout(32, 16, 2))
+    p0_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
+    p1_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
+    word_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128 if OUT == 3 else 1], FLAT)
+    next_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128 if OUT == 3 else 1], FLAT)
+    max_s = gl.allocate_shared_memory(gl.float32, [4, RP], FLAT2)
+    codes_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(codes_bar.index(i), count=1)
+        mbarrier.init(tail_bar.index(i), count=1)
+
+    b_B = gl.arange(0, BP, ROW)
+    units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
+    ends_B = gl.associative_scan(units_B * N, 0, _add)
+    total = gl.max(ends_B, axis=0)
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    sharing = gl.maximum(gl.minimum(programs, total), 1)
+    unit = _cut(gl.minimum(program, sharing), sharing, total)
+    end = _cut(gl.minimum(program + 1, sharing), sharing, total)
+    stage = 0
+    phase = 0
+    while unit < end:
+        b = gl.sum((ends_B <= unit).to(gl.int32), axis=0)
+        units = gl.sum(gl.where(b_B == b, units_B, 0), axis=0)
+        before = gl.sum(gl.where(b_B == b, ends_B, 0), axis=0) - N * units
+        n = (unit - before) // units
+        t0 = unit - before - n * units
+        t1 = gl.minimum(units, t0 + end - unit)
+        unit += t1 - t0
+        table = table_ptr + b * table_width
+        stored = gl.load(stored_ptr + b)
+        item = b * N + n
+        slot = program + item
+        gl.thread_barrier()
+        for i in gl.static_range(STAGES):
+            _expect(codes_bar, tail_bar, (stage + i) % STAGES, D, TAIL, t0 + i < t1)
+        gl.thread_barrier()
+        for i in gl.static_range(STAGES):
+            page = gl.load(table + gl.minimum(t0 + i, t1 - 1))
+            _ask(codes, tail, pool_ptr, page * N + n, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, (stage + i) % STAGES, D, OUT,
+                 LINES, t0 + i < t1)
+        page = gl.load(table + gl.minimum(t0 + STAGES, t1 - 1))
+        if t0 == 0:
+            gl.store(span_ptr + item * 2, slot)
+        if t1 == units:
+            gl.store(span_ptr + item * 2 + 1, slot + 1)
+        back = queries(q_ptr + item * R * D, k_gain_ptr + n * D, scale_log2, q0_s, q1_s, q2_s, q3_s, R, RP, D, QC)
+        if OUT > 0:
+            outlier_queries(q_ptr + item * R * D, channels_ptr + n * OUT, scale_log2, qo_s, R, RP, D, OUT)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        # layouts of scores: what a split of the accumulators leaves
+        S_L: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0], [64, 0]] if RP == 4 else [[8, 0], [0, 4], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+            [128, RP])
+        T_L: gl.constexpr = gl.SliceLayout(1, S_L)
+        R_L: gl.constexpr = gl.SliceLayout(0, S_L)
+        VN_L: gl.constexpr = gl.SliceLayout(0, V_MMA)
+        t_T = gl.arange(0, 128, T_L)
+        m_R = gl.full([RP], NONE, gl.float32, R_L)
+        v_was_R = gl.full([RP], 1.0, gl.float32, R_L)
+        L_L: gl.constexpr = gl.DistributedLinearLayout(
+            [] if RP == 4 else [[0, 0, 4]], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, RP])
+        l_WR = gl.zeros([4, 8, RP], gl.float32, L_L)
+        acc0 = gl.zeros([64, X], gl.float32, V_MMA)
+        acc1 = gl.zeros([64, X], gl.float32, V_MMA)
+        for t in range(t0, t1):
+            s = stage
+            mbarrier.wait(codes_bar.index(s), phase)
+            if OUT == 3:
+                async_copy.wait_group(STAGES - 1)
+            k = codes_s.index(s).slice(0, D // 2, dim=0)._reinterpret(gl.uint8, [128, KB], K_S).load(K_A)
+            mbarrier.wait(tail_bar.index(s), phase)
+            tail_1 = tail_s.index(s)
+            stage = (stage + 1) % STAGES
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+            if D == 128:
+                ks_T = tail_1._reinterpret(gl.int32, [TAIL // 4, 128], FLAT).index(0).load(T_L)
+            else:
+                ks_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(0).load(T_L).to(gl.int32)
+            tr = tail_1._reinterpret(gl.float32, [TAIL * 16, 2], FLAT).index(LINES * 16 - D * 16 - 16).load(TWO)
+            zero_S = gl.zeros([128, QC], gl.float32, S_MMA)
+            if OUT > 0:
+                ko = gl.convert_layout(_outliers(tail_1, word_s.index(s), next_s.index(s), D, OUT, TAIL), O_A)
+                s_o = warpgroup_mma(ko, qo_s.permute([1, 0]), gl.zeros([128, 8], gl.float32, O_MMA), use_acc=False, is_async=True)
+            k_lo = _lo(k)
+            s_lo = warpgroup_mma(k_lo, q0_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
+            s_lo = warpgroup_mma(k_lo, q1_s.permute([1, 0]), s_lo, is_async=True)
+            if OUT > 0:
+                # registers of its operand are wanted
+                s_o = warpgroup_mma_wait(2, [s_o])
+            k_hi = _hi(k)
+            s_hi = warpgroup_mma(k_hi, q2_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
+            s_hi = warpgroup_mma(k_hi, q3_s.permute([1, 0]), s_hi, is_async=True)
+            s_lo, s_hi = warpgroup_mma_wait(0, [s_lo, s_hi])
+            unit_1, v_now_1 = gl.split(gl.reshape(tr, [1, 2]))
+            unit_R = gl.minimum(gl.convert_layout(unit_1, R_L) * back * 1.329227995784916e36, 3.0e38)
+            v_now_R = gl.maximum(gl.convert_layout(v_now_1, R_L), gl.full([RP], 8.271806125530277e-25, gl.float32, R_L))
+            if D == 128:
+                s0, s2 = gl.split(gl.reshape(s_lo, [128, RP, 2]))
+                s1, s3 = gl.split(gl.reshape(s_hi, [128, RP, 2]))
+            else:
+                s0 = by_row(s_lo, RP)
+                s1 = by_row(s_hi, RP)
+            s_TR = gl.convert_layout(s0, S_L) * _scale(ks_T, 0)[:, None] + gl.convert_layout(s1, S_L) * _scale(ks_T, 1)[:, None]
+            if D == 128:
+                s_TR = s_TR + gl.convert_layout(s2, S_L) * _scale(ks_T, 2)[:, None]
+                s_TR = s_TR + gl.convert_layout(s3, S_L) * _scale(ks_T, 3)[:, None]
+            s_TR = s_TR * unit_R[None, :]
+            if OUT > 0:
+                s_TR = s_TR + gl.convert_layout(by_row(s_o, RP), S_L)
+            s_TR = gl.where((t * 128 + t_T < stored)[:, None], s_TR, float("-inf"))
+            # maximum: of a warp, then of all
+            w_WR = gl.max(gl.max(gl.max(gl.reshape(s_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), axis=1)
+            max_s.store(w_WR)
+            new_R = gl.convert_layout(gl.max(max_s.load(MAX_L), axis=0), R_L)
+            more = t + STAGES < t1
+            _expect(codes_bar, tail_bar, s, D, TAIL, more)
+            new_R = gl.maximum(m_R, new_R)
+            alpha_R = _exp2(m_R - new_R)
+            m_R = new_R
+            acc_R = alpha_R * (v_was_R * (0x7F000000 - v_now_R.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True))
+            v_was_R = v_now_R
+            p_TR = _exp2(s_TR + (120.0 - new_R)[None, :])
+            p_WR = gl.convert_layout(gl.sum(gl.sum(gl.reshape(p_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), L_L)
+            alpha_L = gl.convert_layout(alpha_R, gl.SliceLayout(0, gl.SliceLayout(0, L_L)))
+            l_WR = l_WR * gl.expand_dims(gl.expand_dims(alpha_L, 0), 0) + p_WR * 7.523163845262640e-37
+            if D == 128:
+                vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(2).load(T_L).to(gl.int32)
+            else:
+                vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(2).load(T_L).to(gl.int32)
+            hi0, lo0 = _terms(p_TR * _scale(vs_T, 0)[:, None], RP)
+            if D == 128:
+                hi1, lo1 = _terms(p_TR * _scale(vs_T, 1)[:, None], RP)
+                p = gl.join(gl.reshape(gl.join(hi0, lo0), [2, 64, X]), gl.reshape(gl.join(hi1, lo1), [2, 64, X]))
+                p = gl.reshape(gl.permute(p, [0, 1, 3, 2]), [2, 64, 2 * X])
+            else:
+                p = gl.reshape(gl.join(hi0, lo0), [2, 64, X])
+            p0, p1 = gl.split(gl.permute(p, [1, 2, 0]))
+            p0_s.permute([1, 0]).store(p0.to(gl.float8e4nv, bitcast=True))
+            p1_s.permute([1, 0]).store(p1.to(gl.float8e4nv, bitcast=True))
+            v = codes_s.index(s).slice(D // 2, D // 2, dim=0)._reinterpret(gl.uint8, [D, 64], V_S).load(W_A)
+            fence_async_shared()
+            v_lo = _lo(v)
+            v_hi = _hi(v)
+            o = warpgroup_mma(v_lo, p0_s.permute([1, 0]), gl.zeros([D, KG * X], gl.float32, W_MMA), use_acc=False, is_async=True)
+            o = warpgroup_mma(v_hi, p1_s.permute([1, 0]), o, is_async=True)
+            # every warp has read its part of the page, since P is complete: the page after next may come
+            _ask(codes, tail, pool_ptr, page * N + n, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, s, D, OUT, LINES, more)
+            page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
+            alpha_X = gl.convert_layout(gl.reshape(gl.join(acc_R, acc_R), [X]), VN_L)
+            o = warpgroup_mma_wait(0, [o])
+            if D == 128:
+                o0, o1 = _own(o, V_MMA, X)
+                acc0 = acc0 * alpha_X[None, :] + o0
+                acc1 = acc1 * alpha_X[None, :] + o1
+            else:
+                acc0 = acc0 * alpha_X[None, :] + o
+
+        out_R = v_was_R * 16384.0
+        part = part_ptr + slot * R * D
+        out_X = gl.convert_layout(gl.reshape(gl.join(out_R, out_R), [X]), VN_L)
+        acc0 = gl.sum(gl.reshape(acc0 * out_X[None, :], [64, RP, 2]), axis=2)
+        A_L: gl.constexpr = acc0.type.layout
+        r_R = gl.arange(0, RP, gl.SliceLayout(0, A_L))
+        c_C = gl.arange(0, 64, gl.SliceLayout(1, A_L))
+        at = part + r_R[None, :] * D + c_C[:, None]
+        gl.store(at, acc0, mask=(r_R < R)[None, :])
+        if D == 128:
+            gl.store(at + 64, gl.sum(gl.reshape(acc1 * out_X[None, :], [64, RP, 2]), axis=2), mask=(r_R < R)[None, :])
+        r_M = gl.arange(0, RP, R_L)
+        gl.store(ml_ptr + (slot * R + r_M) * 2, m_R, mask=r_M < R)
+        l_R = gl.sum(gl.sum(l_WR, axis=1), axis=0)
+        r_L = gl.arange(0, RP, l_R.type.layout)
+        gl.store(ml_ptr + (slot * R + r_L) * 2 + 1, l_R, mask=r_L < R)
+
+
+# Head dim and query rows: programs on a multiprocessor, with so many registers a thread.
+FIT = {(128, 4): (4, 128), (128, 8): (3, 168), (64, 4): (4, 128), (64, 8): (4, 128)}
+STAGES = 2  # pages on their way or being read; more than 150 KB on their way to a multiprocessor are slower
+
+
+def serves(layout: PageLayout, rows: int, pool_PNb: torch.Tensor, queries: int, sliding: int, softcap: float) -> bool:
+    """Whether `attend_decode` takes a call for a layout that `fused.serves`: one query a sequence, up to 8 query heads per KV head."""
+    hopper = pool_PNb.device.type != "cuda" or torch.cuda.get_device_capability(pool_PNb.device)[0] == 9
+    # a copy starts at an int32 number of lines of 128 bytes, the last of a record's holds its trailer
+    lines = 0 < pool_PNb.numel() < 1 << 38 and pool_PNb.data_ptr() % 16 == 0 and layout.offsets["trailer"][0] == layout.page_bytes - 128
+    return hopper and lines and queries == 1 and rows <= 8 and layout.outliers in (0, 1, 3, 8) and sliding == 0 and softcap == 0
+
+
+def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor, torch.Tensor]:
+    """What copies read: lines of 128 bytes, codes and the rest of a record apart; words."""
+    words = pool_PNb.view(-1).view(torch.int32)
+    codes = TensorDescriptor.from_tensor(pool_PNb.view(-1, 128), [layout.k_dim, 128], CODES)
+    return codes, TensorDescriptor.from_tensor(words.view(-1, layout.page_bytes // 128, 32), [1, _tail(layout), 32], PLAIN), words
+
+
+def _tail(layout: PageLayout) -> int:
+    # lines behind a record's codes, as a power of two: copies beyond its end are zeros that nobody fetches
+    return 1 << (layout.page_bytes // 128 - layout.k_dim - 1).bit_length()
+
+
+def constants(layout: PageLayout) -> dict[str, int]:
+    """What the kernel is compiled for, beside the shapes."""
+    return {"LINES": layout.page_bytes // 128, "TAIL": _tail(layout), "STAGES": STAGES}
