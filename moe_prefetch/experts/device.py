@@ -33,6 +33,7 @@ from ..types import SlotState
 from .homes import MemoryStore
 from .ledger import Totals
 from .planner import HYSTERESIS, KEEP, WASTE, Budget, Link
+from .where import Where
 
 HORIZON = 2
 COSTS = Costs(WASTE, KEEP, HYSTERESIS)
@@ -90,6 +91,9 @@ class DeviceExperts:
         link_E = links_of(store) if link_E is None else tuple(link_E)
         # Of ranks that share homes each numbers the links alike, its own among them.
         budget = budget or Budget(slots, links=(Link(),) * max(len(store.blocks[0].bases), max(link_E) + 1))
+        if len(link_E) != experts or not -1 <= min(link_E) <= max(link_E) < len(budget.links):
+            raise ShapeError(f"{len(link_E)} experts behind links {min(link_E)} to {max(link_E)}", where="experts",
+                             expected=f"{experts} experts, links -1 to {len(budget.links) - 1}", do="give a Link for each number")
         self._first = budget.first
         raw, size = runtime.allocate_on(layers * slots * store.layout.nbytes + LINE, device), layers * slots * store.layout.nbytes
         start = -raw.data_ptr() % LINE
@@ -107,7 +111,7 @@ class DeviceExperts:
         def of(rows: Any) -> torch.Tensor:
             return torch.tensor(rows, dtype=torch.int32, device=device).contiguous()
 
-        home = torch.tensor([[store.address(n, e) for e in range(experts)] for n in range(layers)], dtype=torch.int64, device=device)
+        home = Where(store, device).address_LE
         self.tables = Tables(home.clone(), home, slot_LS, torch.zeros_like(slot_LS), i32(layers), i32(layers, experts), i32(layers, slots),
                              i32(layers, slots), i32(layers, experts), of([link_E] * layers),
                              of([[k.time, k.queued, k.worth] for k in budget.links]),
