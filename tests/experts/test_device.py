@@ -133,7 +133,8 @@ def test_a_tap_speaks_for_the_two_layers_after_it() -> None:
 def test_a_caller_is_told_what_does_not_fit() -> None:
     store = MemoryStore(RandomSource(FORM, 2, 4), HostHome(REAL), REAL)
     for bad in ({"slots": 0}, {"slots": 5}, {"slots": 2, "programs": 25}, {"slots": 2, "taps": [None]},
-                {"slots": 2, "link_E": (0, 1, 2)}, {"slots": 2, "link_E": (0, 0, 2, 0), "budget": Budget(1)}, {"slots": 2, "link_E": (-2,) * 4}):
+                {"slots": 2, "link_E": (0, 1, 2)}, {"slots": 2, "link_E": (0, 0, 2, 0), "budget": Budget(1)},
+                {"slots": 2, "link_E": (-2,) * 4}):
         with pytest.raises(ShapeError):
             DeviceExperts(store, "cpu", REAL, **bad)
     d = DeviceExperts(store, "cpu", REAL, 2)
