@@ -225,7 +225,9 @@ def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
     """Pairs of an item: by how many an expert has on average, so that few experts need a second item."""
     pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
     most = 128 if form.weights not in ("fp8", "mxfp4") else 64  # decoding and its registers cost more than a second item
-    if form.weights == "mxfp4" and (direct(tokens) or pairs <= 3):
+    if direct(tokens):
+        return max(8 if form.weights == "mxfp4" else 16, triton.next_power_of_2(tokens))  # a column each
+    if form.weights == "mxfp4" and pairs <= 3:
         return 8
     return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
@@ -245,7 +247,9 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     rows = 128 if wide >= 2 * PROCESSORS or share(wide) + 0.05 >= share(narrow) else 64
     few = (wide if rows == 128 else narrow) <= PROCESSORS
     if form.weights == "mxfp4":
-        return Tile(n, 64, 128, 2, 4) if n == 8 else Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
+        if n == 8:
+            return Tile(n, 32 if -(-all_rows // 64) * items < 3 * PROCESSORS else 64, 128, 2, 4)
+        return Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
         return Tile(n, 64 if n == 64 else 128, min(128, form.block), 8 if wide <= PROCESSORS else 4, 3, 4 if n == 64 else 1)
     # Every tile must take the same steps over columns that none divides: a product with zeros can round, too.
