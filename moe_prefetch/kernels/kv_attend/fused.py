@@ -35,7 +35,11 @@ from ..kv_fp4.fused import (
 )
 from ..kv_query.fused import buffers, prepare
 from ..kv_recent.fused import attend_recent
-from . import fused_decode
+
+# Gluon is experimental: another version's may differ
+GLUON = triton.__version__.startswith("3.6.")
+if GLUON:
+    from . import fused_decode
 
 LOG2E = 1.4426950408889634
 
@@ -297,8 +301,7 @@ FIT_MORE = (2, 0)
 STAGES = 3
 PDL = True
 MAX_ROWS = 32  # query rows of one KV head in a launch; more queries take another pass over the pages
-# Gluon is experimental: another version's may differ
-DECODE = ASM.value and triton.__version__.startswith("3.6.")
+DECODE = ASM.value and GLUON
 
 
 def serves(layout: PageLayout, group: int) -> bool:

@@ -70,6 +70,6 @@ def attend_recent(
     if (pages == 0) & (piece == 0):
         tl.store(span_ptr + item * 2, 0)
         tl.store(span_ptr + item * 2 + 1, 0)
-    if PDL:
-        # the next launch waits for the end of this one, which has to be the end of those before it
+    if PDL and tl.program_id(0) == tl.num_programs(0) - 1:
+        # the end of this launch is to mean the end of those before it; one program is enough, the others leave their places
         tl.extra.cuda.gdc_wait()
