@@ -146,15 +146,16 @@ def e2m1(x, f, GROUP: tl.constexpr):
             y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r,r", [x, f], dtype=tl.bfloat16,
                                           is_pure=True, pack=2)
         elif GROUP == 1:
-            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 4; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 3; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
                                           "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
         elif GROUP == 2:
-            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 10; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
                                           "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
+            # Three shifts in one product: the bits that it sets elsewhere do not meet those that stay.
             y = tl.inline_asm_elementwise(
-                """{ .reg .b32 a; shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81808180; shf.r.wrap.b32 a, $1, $1, 14;
-                lop3.b32 $0, a, 0x00400040, $0, 0xEA; mul.rn.bf16x2 $0, $0, $2; }""",
+                """{ and.b32 $0, $1, 0x001B001B; mul.lo.u32 $0, $0, 0x1084; and.b32 $0, $0, 0x81C081C0;
+                mul.rn.bf16x2 $0, $0, $2; }""",
                 "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         # The interpreter has no words of two elements.
@@ -168,10 +169,11 @@ def e2m1(x, f, GROUP: tl.constexpr):
 @triton.jit
 def _bits(word, lane, GROUP: tl.constexpr):
     """The code of a group and lane as an FP32 number."""
-    TURN: tl.constexpr = 0 if GROUP == 0 else (4 if GROUP == 1 else (10 if GROUP == 2 else 6))
-    LOW: tl.constexpr = 14 if GROUP == 3 else TURN
-    code = ((word >> ((15 + TURN + lane) % 32)) & 1) << 3 | ((word >> ((8 + TURN + lane) % 32)) & 1) << 2
-    code = code | ((word >> ((7 + TURN + lane) % 32)) & 1) << 1 | ((word >> ((6 + LOW + lane) % 32)) & 1)
+    SIGN: tl.constexpr = 3 * GROUP if GROUP < 3 else 20
+    HIGH: tl.constexpr = 3 * GROUP if GROUP < 3 else 25
+    LOW: tl.constexpr = 3 * GROUP if GROUP < 3 else 30
+    code = ((word >> ((15 + SIGN + lane) % 32)) & 1) << 3 | ((word >> ((8 + HIGH + lane) % 32)) & 1) << 2
+    code = code | ((word >> ((7 + HIGH + lane) % 32)) & 1) << 1 | ((word >> ((6 + LOW + lane) % 32)) & 1)
     return _code(code.to(tl.int32))
 
 

@@ -9,7 +9,8 @@ transformers' FP8Experts have it); `mxfp4` (E2M1, two a byte, the even element i
 Microscaling Formats 1.0, as gpt-oss's checkpoints have it). MXFP4 lies in tiles of 128 columns, the last filled up with zeros: codes as
 [columns / 128, rows, 64] bytes, scales as [columns / 128, rows, 4], so that what a program reads is one piece. 16-bit word j of a row's 64
 bytes holds the codes of columns j, 32 + j, 64 + j and 96 + j; words 2 i and 2 i + 1 share 32 bits, in which the bits of a code (sign,
-exponent, mantissa: 3 to 0) lie where a rotation by PLACES brings them to bits 15, 8, 7 and 6 of their word, the place of BF16's.
+exponent, mantissa: 3 to 0) lie where a rotation by PLACES brings them to bits 15, 8, 7 and 6 of their word, the place of BF16's. Those of
+the last code have rotations of their own, which are one product with 2^2 + 2^7 + 2^12 where its bits stand alone.
 """
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ MX_SCALE_MAX = 128  # kernels multiply E2M1 by scale * 2^126 in BF16; beyond it 
 MX_SCALES = ("gate_up_scale", "down_scale")
 MX_CODES = ("gate_up", "down")
 # By code of a word: how far its bits 0 to 3 lie to the left of 6, 7, 8 and 15.
-PLACES = ((0, 0, 0, 0), (4, 4, 4, 4), (10, 10, 10, 10), (14, 6, 6, 6))
+PLACES = ((0, 0, 0, 0), (3, 3, 3, 3), (6, 6, 6, 6), (30, 25, 25, 20))
 ORDER = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
 
 # One part of an expert where it lives: a tensor of any strides, or several that follow each other along the first axis (gate, up).
