@@ -1,6 +1,7 @@
 """Homes in memory, `local`, `host` and `peer`: every record at an address that never changes, built without ever holding two copies."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -131,6 +132,11 @@ class HostHome(LocalHome):
         return Block(memory, (memory.data_ptr(),), self._runtime.pin(memory))
 
 
+def _release(blocks: list[Block]) -> None:
+    while blocks:
+        blocks.pop().release()
+
+
 def _on_line(raw: torch.Tensor, nbytes: int) -> torch.Tensor:
     start = -raw.data_ptr() % LINE
     return raw[start : start + nbytes]
@@ -152,6 +158,8 @@ class MemoryStore:
         self.layout = RecordLayout.of(first)
         self.form = self.layout.form()
         self.blocks: list[Block] = []
+        # Page-locked memory must not go back to the system locked: a store that nobody closes unlocks it when it goes.
+        weakref.finalize(self, _release, self.blocks).atexit = False
         self.peak_bytes: dict[str, int] = {}
         held = sum(source.held_bytes(layer) for layer in range(self.num_layers))
         theirs = str(pieces(first["gate_up"])[0].device)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -81,6 +82,18 @@ def test_modules_become_records_and_come_back(kind):
     assert home.released == 2
     home.check()
     store.close()
+
+
+def test_a_store_that_nobody_closes_unlocks_its_memory_when_it_goes():
+    """Freed while page-locked, its addresses would be refused to whoever gets them next."""
+    home = GuardedHome()
+    store = MemoryStore(ModuleSource([module_of("gpt_oss", seed) for seed in (0, 1)]), home, REAL)
+    record = store.buffer(0, 0)
+    del store
+    gc.collect()
+    assert home.released == 2
+    assert record.numel() > 0
+    home.check()
 
 
 @pytest.mark.parametrize("kind", ["stacked", "gpt_oss", "mxfp4", "linears", "mixtral", "deepseek_fp8"])
