@@ -41,7 +41,7 @@ MODELS = {
 }
 TOKENS = (1, 64, 256, 4096)
 TYPES = {"where_ptr": "*i64", "pair_ptr": "*i32", "count_ptr": "*i32", "y_ptr": "*fp32", "ids_ptr": "*i64", "weights_ptr": "*fp32",
-         "T": "i32", "first": "i32", "limit": "fp32", "alpha": "fp32"}
+         "T": "i32", "limit": "fp32", "alpha": "fp32"}
 
 
 def compiled(fn: object, constants: dict[str, object], warps: int) -> triton.compiler.CompiledKernel:
@@ -60,10 +60,8 @@ def kernels(name: str) -> dict[str, tuple[object, dict[str, object], int]]:
     out = {}
     for which in ("gate_up", "down"):
         same, warps, _ = fused.constants(form, which, experts, int(tokens), top_k)
-        own = {"CLAMPED": bool(form.bias)} if which == "gate_up" else {"PARTS": 1}
+        own = {"CLAMPED": bool(form.bias)} if which == "gate_up" else {}
         out[which] = (getattr(fused, which), {**same, **own, "PDL": True}, warps)
-    if fused.last_wave(form, experts, int(tokens), top_k):
-        out["halves of down"] = (fused.down, {**same, "BT": same["BT"] // 2, "PARTS": 2, "PDL": True}, warps)
     if tokens == "1":
         wide = triton.next_power_of_2(top_k)
         out["plan"] = (fused.plan, {"K": top_k, "KP": wide, "CT": fused.CHUNK, "PDL": True}, 4)

@@ -140,22 +140,6 @@ def test_more_tokens_than_plan_looks_at_together_and_wide_tiles():
     assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[x.dtype]
 
 
-def test_items_beyond_whole_waves_are_cut_in_two(monkeypatch):
-    """Three or four items on a chip of two processors: one launch of whole waves, one of halves; the same bits as from one launch."""
-    form, tokens, experts = Form("bfloat16", 40, 24), 300, 2
-    x, weights, found = hidden(form, tokens), torch.rand(tokens, 1, device=DEVICE), records(form, experts)
-    monkeypatch.setattr(fused, "PROCESSORS", 2)
-    # 131 pairs of one expert: the last half of its last item has none; all of one expert: a half of another item begins past its end.
-    for ones in (150, 131, 300):
-        ids = (torch.arange(tokens, device=DEVICE)[:, None] < ones).to(torch.int64)
-        monkeypatch.setattr(fused, "SPLIT", False)
-        assert fused.last_wave(form, experts, tokens, 1) == 0
-        want = run(form, x, ids, weights, found)
-        monkeypatch.setattr(fused, "SPLIT", True)
-        assert fused.last_wave(form, experts, tokens, 1) == 2
-        assert torch.equal(run(form, x, ids, weights, found), want)
-
-
 @pytest.mark.parametrize("name", ["bf16_bias", "fp8_bf16_scales", "mxfp4"])
 def test_whole_numbers_are_exact(name):
     """Sums of small whole numbers are exact in every order, so all differences are mistakes: a wrong row, scale, pair or weight."""

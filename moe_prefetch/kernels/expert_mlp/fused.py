@@ -28,7 +28,6 @@ CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16
 PDL = True
 PROCESSORS = 132  # of a large chip
 CHUNK = 256  # tokens that `plan` looks at together
-SPLIT = True  # whether `down` may be two launches
 SMALL = 8  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
 
 @triton.jit(do_not_specialize=["T"])
@@ -63,11 +62,11 @@ def place(BLOCKS, TOGETHER: tl.constexpr):
 
 @triton.jit
 def pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-             BT: tl.constexpr, PARTS: tl.constexpr, DIRECT: tl.constexpr):
+             BT: tl.constexpr, DIRECT: tl.constexpr):
     """(expert, address of its record, which of BT columns count, pair of each column) of an item; expert E or more where an item is none.
 
     DIRECT: there are at most BT tokens, a column each; item i is the expert of pair i, if no pair before names it. Else from what `plan`
-    wrote. Columns that do not count repeat a pair that does. PARTS: an item is so many programs' work, of BT columns each.
+    wrote. Columns that do not count repeat a pair that does.
     """
     j_T = tl.arange(0, BT)
     if DIRECT:
@@ -86,17 +85,14 @@ def pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, 
     else:
         i_E = tl.arange(0, EP)
         count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
-        tiles_E = (count_E + BT * PARTS - 1) // (BT * PARTS)
-        whole = item // PARTS
-        e = tl.sum((tl.cumsum(tiles_E, 0) <= whole).to(tl.int32), 0)
+        tiles_E = (count_E + BT - 1) // BT
+        e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
         address = entry(where_ptr, tl.minimum(e, E - 1))
         n = tl.sum(tl.where(i_E == e, count_E, 0), 0)
-        j_T += (whole - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * (BT * PARTS) + item % PARTS * BT
+        j_T += (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
         at_T = tl.minimum(e, E - 1).to(tl.int64) * T + tl.maximum(tl.minimum(j_T, n - 1), 0)
         pair_T = tl.load(pair_ptr + at_T, mask=j_T >= 0, other=0, cache_modifier=".cg").to(tl.int64)
         on_T = j_T < n
-        if PARTS > 1:
-            e = tl.where(tl.min(j_T, 0) < n, e, E)
     return e, address, on_T, pair_T
 
 
@@ -112,7 +108,7 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     item, block = place(tl.cdiv(F, BF), TOGETHER)
-    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, 1, DIRECT)
+    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     if e < E:
         r_R = tl.arange(0, BR)
         f_R = tl.minimum(block * BF + r_R % BF, F - 1)
@@ -136,23 +132,18 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
         tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "first"])
-def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, first, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+@triton.jit(do_not_specialize=["T"])
+def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
          KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
          AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr, BR: tl.constexpr,
-         BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
-    """y [T K, D] FP32 = down h + bias, of the pairs that count in items from `first` on.
-
-    PARTS over 1: the launch before is this kernel's too, over the items before. Nothing of it is needed here, but who waits for this one
-    must find that one done: so the wait comes last.
-    """
+         BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
+    """y [T K, D] FP32 = down h + bias, of the pairs that count."""
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     # All but h was there before gate_up began, which waited for it: so what can be done is done while gate_up ends.
     item, block = place(tl.cdiv(D, BR), TOGETHER)
-    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item + first * PARTS, T, E, EP, K, KP, BT, PARTS, DIRECT)
+    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
     if PDL:
-        if PARTS == 1:
-            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if e < E:
         d_R = block * BR + tl.arange(0, BR)
@@ -164,8 +155,6 @@ def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, first, E: tl.
         if BIAS != NONE:
             acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
         tl.store(y_ptr + pair_T[None, :] * D + d_R[:, None], acc_RT, mask=on_T[None, :] & (d_R < D)[:, None])
-    if PDL and PARTS > 1:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -285,18 +274,6 @@ def items_of(tokens: int, top_k: int, experts: int, width: int) -> int:
     return most + (pairs - most) // width
 
 
-def last_wave(form: Form, experts: int, tokens: int, top_k: int) -> int:
-    """How many items of `down` fill the chip in whole waves, where the rest would keep less than half of it busy for as long as a wave
-    takes: those are cut in two. 0: no need."""
-    tile = tuning(form, "down", tokens, top_k, experts)
-    if not SPLIT or tile.pairs < 128:
-        return 0
-    blocks, pairs = -(-form.hidden // tile.rows), tokens * top_k
-    likely = min(items_of(tokens, top_k, experts, tile.pairs), max(experts, pairs // tile.pairs + experts // 2))
-    waves, over = divmod(likely * blocks, PROCESSORS)
-    return waves * PROCESSORS // blocks if 0 < 2 * over <= PROCESSORS else 0
-
-
 def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, where_E: torch.Tensor, form: Form, limit: float,
            alpha: float) -> torch.Tensor:
     """See `op.expert_mlp`; at least one token and one k."""
@@ -315,15 +292,7 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     gate_up[(programs,)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha, CLAMPED=limit != 0, num_warps=warps, **same,
                          **pdl)
     same, warps, programs = constants(form, "down", experts, tokens, top_k)
-    first = last_wave(form, experts, tokens, top_k)
-    if not first:
-        down[(programs,)](h, ids_TK, where_E, pair, count, y, tokens, 0, num_warps=warps, **same, PARTS=1, **pdl)
-    else:
-        blocks, wide = -(-hidden // same["BR"]), same["TOGETHER"]
-        rest = 2 * (items_of(tokens, top_k, experts, same["BT"]) - first)
-        down[(first * blocks,)](h, ids_TK, where_E, pair, count, y, tokens, 0, num_warps=warps, **(same | {"TOGETHER": 1}), PARTS=1, **pdl)
-        down[(-(-rest // wide) * wide * blocks,)](h, ids_TK, where_E, pair, count, y, tokens, first, num_warps=warps,
-                                                  **(same | {"BT": same["BT"] // 2}), PARTS=2, **pdl)
+    down[(programs,)](h, ids_TK, where_E, pair, count, y, tokens, num_warps=warps, **same, **pdl)
     return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
 
 
