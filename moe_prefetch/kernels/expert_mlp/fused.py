@@ -245,7 +245,8 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     if n <= 32:
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
         return Tile(n, rows, 128 if columns % 128 == 0 else 64, 4, deep)
-    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4, 8)
+    # Loops over few columns are unrolled, and a fourth step in flight then needs more registers than there are.
+    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4 if columns > 1024 else 3, 8)
 
 
 def direct(tokens: int) -> bool:
