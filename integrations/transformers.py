@@ -61,6 +61,8 @@ _SERVED_LOCK = threading.Lock()
 FITTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+# Dynamo takes the registry's answer for the first layer for a constant, and would trace the session's locks and counters: eager, always.
+@torch.compiler.disable
 def _experts_forward(module: nn.Module, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     served = _SERVED.get(module)
     if served is not None:
@@ -188,7 +190,8 @@ class TransformersModel:
         """Forward hooks that call `taps`, noted in `handles` one by one; with `kv`, new caches get our layers."""
         thread, names = threading.local(), list(inspect.signature(self.base.forward).parameters)
 
-        # Hooks are copied by deepcopy: each asks whether it still runs on its own module.
+        # Hooks are copied by deepcopy: each asks whether it still runs on its own module. Under torch.compile they run as they are.
+        @torch.compiler.disable
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             if module is not self.base:
                 return None
@@ -207,12 +210,14 @@ class TransformersModel:
             # By name, so that a cache given by place is found.
             return (), self._with_cache({**named, **kwargs}, kv)
 
+        @torch.compiler.disable
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Called after an exception too, also one from `step_begin` itself: then no step is open.
             if module is self.base and (calls := thread.__dict__.get("calls")) and calls.pop():
                 taps.step_end()
 
         def tap(call: Callable[[int, torch.Tensor], None], layer: int, owner: nn.Module) -> Callable[..., None]:
+            @torch.compiler.disable
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if module is owner:
                     hidden = args[0] if args else kwargs["hidden_states"]
@@ -223,10 +228,12 @@ class TransformersModel:
         def tap_shared(layer: int, norm: nn.Module, mlp: nn.Module) -> tuple[Callable[..., None], Callable[..., None]]:
             before = threading.local()
 
+            @torch.compiler.disable
             def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if module is norm:
                     before.hidden = args[0] if args else kwargs["hidden_states"]
 
+            @torch.compiler.disable
             def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
                 # Without the norm's input the block was called alone, outside a pass.
                 if module is mlp.shared_expert and (hidden := before.__dict__.pop("hidden", None)) is not None:
@@ -313,6 +320,7 @@ class TransformersModel:
         handles: list[torch.utils.hooks.RemovableHandle] = []
 
         def routed(layer: int) -> Callable[..., None]:
+            @torch.compiler.disable
             def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
                 if module is self.blocks[layer].mlp.gate:
                     listener.routed(layer, output[0].detach(), output[2].detach())
