@@ -147,6 +147,8 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
     if isinstance(size, int) and size > 1 and ours.kv.calibration is not None:
         found.append(f"kv.calibration: it describes all heads, but under tensor parallelism each rank holds 1/{size} of them; drop it "
                      "(outlier channels are then chosen from the prompt)")
+    if ours.experts.home == "host":
+        found.append(f"{SECTION}.experts.home: DeepSpeed's experts can't be read from the host's memory yet; use local or disk")
     if ours.fit is not None:
         found.append(f"{SECTION}.fit: it belongs to training; use deepspeed.initialize, or name what inference needs (experts, probe, kv)")
     return found

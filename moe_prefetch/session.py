@@ -133,6 +133,8 @@ class Session:
         if gate_up.is_cuda and gate_up.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedModelError(f"its experts are {gate_up.dtype}", where="experts.home: host",
                                         expected="bfloat16 or float16 on a GPU", do="convert the model, or use home: local")
+        if not gate_up.is_cuda:
+            log.warning("experts.home: host is for GPUs: on a CPU it only costs memory; use local or disk")
         self.num_slots = config_module.slots_per_layer(self.config.experts, num_layers=host.num_layers, num_experts=host.num_experts,
                                                        record_bytes=layout.nbytes)
         self._ledger = Ledger(host.num_layers, layout.nbytes)
@@ -303,9 +305,9 @@ class Session:
 
     # looking --------------------------------------------------------------------------------------------------------
     def held_bytes(self) -> dict[str, int]:
-        """Expert bytes: `resident` in this process while attached (also asked afterwards), `total` of the model."""
+        """Expert bytes: `resident` on the model's device while attached (also asked afterwards), `total` of the model."""
         total = self._ledger.record_bytes * self.num_layers * self.num_experts
-        held = self._mover.held_bytes() if self._mover else self._device.buffers.numel() if self._device else self._held
+        held = self._mover.held_bytes() if self._mover else self._device.held_bytes() if self._device else self._held
         return {"resident": total if held is None else held, "total": total}
 
     @property
@@ -361,7 +363,7 @@ class Session:
                     mover.drop_slots()
                 self._settle_rest(mover)
         if self._device is not None:
-            self._held, self._ledger = self._device.buffers.numel(), self.ledger
+            self._held, self._ledger = self._device.held_bytes(), self.ledger
             # Slots first: the weights need their place.
             self._device = None
         self._restore()

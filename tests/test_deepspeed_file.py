@@ -49,6 +49,7 @@ def test_what_is_refused(source, word):
     ({"enable_cuda_graph": True}, {}, "replayed graph"), ({"dtype": "int8"}, {}, "int8"),
     ({"tensor_parallel": {"tp_size": 2}}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "tensor parallelism"),
     ({"mp_size": 2}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "1/2"), ({}, FIT, "belongs to training"),
+    ({}, {"experts": {"home": "host"}}, "use local or disk"),
     ({**TRAIN, "zero_optimization": {"stage": 3}}, FIT, "use stage 0, 1 or 2"),
     ({**TRAIN, "hybrid_engine": {"enabled": True}}, FIT, "hybrid"),
     ({**TRAIN, "compile": {"deepcompile": True}}, FIT, "compiled graph"), (TRAIN, {}, "asks for nothing"),

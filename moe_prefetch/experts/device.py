@@ -242,6 +242,11 @@ class DeviceExperts:
         over = (ledger_LC.sum(0)[first:] * size).tolist()
         return DeviceCounts(int(sent[:1].view(torch.int32)[0]), tuple(layers), tuple(over[:links]), tuple(over[links:]))
 
+    def held_bytes(self) -> int:
+        """Bytes of experts in this device's memory: slots, and homes that lie there too."""
+        homes = self.layers * self.store.num_experts * self.store.layout.nbytes
+        return self.buffers.numel() + (homes if self._device.type == "cpu" or self.store.home.name == "local" else 0)
+
     def records(self, layer: int) -> list[torch.Tensor]:
         """The records that a row's entries lead to, for homes in this process's memory. Waits for the device."""
         base, size, homes = self.buffers[layer].data_ptr(), self.buffers.shape[2], self.tables.home_LE[layer].tolist()
