@@ -125,8 +125,8 @@ class Session:
         return RoutingProbe(self._host.gates)
 
     def _start_device(self, progress: Callable[[int, int], None] | None) -> None:
-        host = self._host
-        layout, gate_up = RecordLayout.of(host.tensors(0, 0)), host.tensors(0, 0)["gate_up"]
+        host, gate_up = self._host, self._host.tensors(0, 0)["gate_up"]
+        layout = RecordLayout.of(host.tensors(0, 0))
         if host.gates[0].experts != host.num_experts:
             raise UnsupportedModelError("its experts are spread over ranks", where="experts.home: host", expected="all in this process",
                                         do="use home: local")
@@ -363,9 +363,8 @@ class Session:
                     mover.drop_slots()
                 self._settle_rest(mover)
         if self._device is not None:
-            self._held, self._ledger = self._device.held_bytes(), self.ledger
-            # Slots first: the weights need their place.
-            self._device = None
+            # Slots go first: the weights need their place.
+            self._held, self._ledger, self._device = self._device.held_bytes(), self.ledger, None
         self._restore()
         self._close()
 
