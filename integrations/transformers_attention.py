@@ -1,11 +1,11 @@
 """Stand in for a transformers model's attention for a while, through the library's own registry: for calibration and quality
-measurements.
+measurements. And whose calibration it is.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,13 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe_prefetch.errors import UnsupportedModelError
+from moe_prefetch.checkpoint import sha256_tensors
+from moe_prefetch.errors import ConfigError, UnsupportedModelError
+from moe_prefetch.kv.codec import OutlierStats
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+SAMPLED_ROWS = 32
 
 
 @contextmanager
@@ -59,3 +63,52 @@ def watch_attention(model: Any, see: Callable[[int, torch.Tensor, torch.Tensor, 
         return own(module, query, key, value, *args, **kwargs)
 
     return replace_attention(model, attention)
+
+
+def key_hashes(model: Any) -> dict[int, str]:
+    """Identity of each attention layer's keys: 32 rows of its key (or fused) projection, evenly spread, with bias and norm.
+
+    Of values rounded to bfloat16, as the gates' of a probe, and without those below FP16's normal range: a bfloat16 checkpoint agrees in
+    bfloat16, FP16 and FP32, an FP32 one in bfloat16 and FP32. A layer whose projection has another name, or no plain floating weights here
+    (quantised, partitioned, on no device), is left out.
+    """
+    found: dict[int, str] = {}
+    for module in model.modules():
+        n = getattr(module, "layer_idx", None)
+        part = next((x for name in KEY_PROJECTIONS if (x := getattr(module, name, None)) is not None), None)
+        if not isinstance(n, int) or n in found or part is None:
+            continue
+        owned = {"weight": (part, "weight"), "bias": (part, "bias"), "norm": (getattr(module, "k_norm", None), "weight")}
+        tensors = {name: t for name, (owner, key) in owned.items() if (t := getattr(owner, key, None)) is not None}
+        if "weight" in tensors and all(map(_plain, tensors.values())):
+            found[n] = sha256_tensors({name: _sample(t) for name, t in tensors.items()})
+    return found
+
+
+def _plain(t: Any) -> bool:
+    known = isinstance(t, torch.Tensor) and t.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return known and type(t.detach()) is torch.Tensor and t.device.type != "meta" and t.numel() > 0
+
+
+def _sample(t: torch.Tensor) -> torch.Tensor:
+    rows = t.detach()[:: max(1, len(t) // SAMPLED_ROWS)][:SAMPLED_ROWS].float()
+    return rows.where(rows.abs() >= 2.0**-14, 0.0).bfloat16()
+
+
+def refuse_another_models(stats: OutlierStats, model: Any, layers: Iterable[int]) -> None:
+    """Raises ConfigError where the calibration has layers that the model (or its config) has not, or keys of one of `layers` are another
+    model's. What either side does not know is not compared; a config alone has no weights.
+    """
+    whole = isinstance(model, torch.nn.Module)
+    count = (model.config if whole else model).get_text_config(decoder=True).num_hidden_layers
+    if more := [n for n in stats.layers if not 0 <= n < count]:
+        raise ConfigError(
+            f"the calibration is another model's: it has layer {more[0]}",
+            where="kv.calibration", expected=f"layers 0 to {count - 1}", do="calibrate this model",
+        )  # fmt: skip
+    have = key_hashes(model) if whole and stats.keys else {}
+    if other := [n for n in layers if n in have and n in stats.keys and have[n] != stats.keys[n]]:
+        raise ConfigError(
+            f"the calibration is another model's: keys of layer {other[0]} are made with other weights",
+            where="kv.calibration", expected="the key projections of this model", do="calibrate this model",
+        )  # fmt: skip

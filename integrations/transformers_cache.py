@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError, ShapeError
-from moe_prefetch.integrations.transformers_attention import watch_attention
+from moe_prefetch.integrations.transformers_attention import key_hashes, refuse_another_models, watch_attention
 from moe_prefetch.integrations.transformers_layers import PagedLayer, StaticPagedLayer
 from moe_prefetch.integrations.transformers_pages import left_padding, serve
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector
@@ -106,8 +106,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
     until the last cache that asked for it is gone.
     With `max_length` the cache has a fixed size and its decode steps can be captured (`StaticPagedLayer`); FP4 with outliers then needs
     a calibration. Layers with sliding-window or linear attention keep transformers' own cache.
-    Raises ConfigError for a layer that the model does not have or keep in pages, a calibration that lacks one, or a `max_length` below 1;
-    ArtefactError for a bad calibration file.
+    Raises ConfigError for a layer that the model does not have or keep in pages, a calibration that lacks one or is another model's (given
+    the config alone: one with more layers), or a `max_length` below 1; ArtefactError for a bad calibration file.
     """
     model_config = model.config if hasattr(model, "config") else model
     text = model_config.get_text_config(decoder=True)
@@ -131,7 +131,10 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             expected="layers with full attention",
             do="drop it",
         )
-    lacking = [n for n in paged if n not in moments and format_of(kv_config.layers.get(n, kv_config.format)).max_bits is not None]
+    coded = [n for n in paged if format_of(kv_config.layers.get(n, kv_config.format)).max_bits is not None]
+    if stats is not None and coded:
+        refuse_another_models(stats, model, coded)
+    lacking = [n for n in coded if n not in moments]
     if stats is not None and lacking and not latent:
         raise ConfigError(
             f"the calibration has not seen layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}",
@@ -207,4 +210,5 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
             start = room * i // max(1, rows - 1)
             position = torch.arange(start, start + length, device=model.device)[None]
             model(input_ids=row[None].to(model.device), position_ids=position, use_cache=False)
-    return OutlierStats({n: s.stats() for n, s in sorted(seen.items())})
+    keys = key_hashes(model)
+    return OutlierStats({n: s.stats() for n, s in sorted(seen.items())}, {n: keys[n] for n in sorted(seen) if n in keys})

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
-from moe_prefetch.integrations.transformers_attention import Attention, replace_attention
+from moe_prefetch.integrations.transformers_attention import Attention, refuse_another_models, replace_attention
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.basis import Basis
 from moe_prefetch.kv.codec import OutlierStats, make_coding, prompt_book
@@ -168,7 +168,8 @@ def gate(
 
     `stats` None: as a cache without a calibration (`decoded`). Sinks, window (None: that of `format`) and settle as in the configuration to
     come; with `settle` 1 answers move most. The verdict names the window, for `kv.window`. One pass per text, layer and format tried.
-    Raises ConfigError unless exactly one budget is given, and for texts that never leave the window: they would be read exactly.
+    Raises ConfigError unless exactly one budget is given, for texts that never leave the window (they would be read exactly), and for
+    another model's calibration.
     """
     if (max_kl is None) == (max_bits is None):
         raise ConfigError(
@@ -196,6 +197,8 @@ def gate(
         return [log_probs(model, ids, attention) for ids in texts]
 
     layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if stats is not None:
+        refuse_another_models(stats, model, layers)
     if max_kl is not None:
         return replace(judge(logits_of, texts, layers=layers, format=format, max_kl=max_kl, max_layer_kl=max_layer_kl), window=window)
     layouts: dict[int, dict[str, PageLayout]] = {n: {} for n in layers}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,9 +73,11 @@ class StatsCollector:
 
 @dataclass(frozen=True)
 class OutlierStats:
-    """Calibration of a model: `layers` maps the decoder layer's number to its moments."""
+    """Calibration of a model: `layers` maps the decoder layer's number to its moments, `keys` to a hash of what makes its keys, where that
+    was found (`transformers_attention.key_hashes`): whose calibration it is."""
 
     layers: dict[int, LayerStats]
+    keys: dict[int, str] = field(default_factory=dict)
 
     def save(self, path: Path, runtime: Runtime = REAL) -> None:
         """Write `<path>/stats.safetensors` and `<path>/manifest.json`, atomically, the manifest last."""
@@ -89,6 +91,8 @@ class OutlierStats:
                 "kind": "kv-calibration",
                 "version": STATS_VERSION,
                 "tokens": {str(n): s.tokens for n, s in self.layers.items()},
+                # null: the key projection was not found, any model's is taken for it.
+                "keys": {str(n): self.keys.get(n) for n in self.layers},
                 "sha256": sha256_file(path / "stats.safetensors"),
             },
             runtime,
@@ -119,9 +123,12 @@ class OutlierStats:
                         f"layer {name} is malformed", where=str(path), expected="finite [N, d] moments", do="calibrate again"
                     )
                 layers[int(name)] = LayerStats(int(tokens), **{m: t.tolist() for m, t in rows.items()}, axes=_axes(tensors, name, path))
+            keys = {int(n): x for n, x in manifest.get("keys", {}).items() if x is not None}
+            if not all(n in layers and isinstance(x, str) for n, x in keys.items()):
+                raise ValueError("its keys are not those of its layers")
         except (KeyError, ValueError, TypeError, AttributeError) as e:
             raise ArtefactError(f"the manifest does not fit its tensors: {e}", where=str(path), do="calibrate again") from e
-        return cls(layers)
+        return cls(layers, keys)
 
 
 def _axes(tensors: dict[str, torch.Tensor], name: str, path: Path) -> Axes | None:

@@ -177,7 +177,7 @@ def ids(n: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 def in_channels(stats: OutlierStats) -> OutlierStats:
     """A calibration that leaves keys in their channels."""
-    return OutlierStats({n: replace(s, axes=None) for n, s in stats.layers.items()})
+    return OutlierStats({n: replace(s, axes=None) for n, s in stats.layers.items()}, stats.keys)
 
 
 def config(format: str = "fp4-quality", **kw: Any) -> KVConfig:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from moe_prefetch.config import WITH_OUTLIERS, KVConfig
-from moe_prefetch.errors import CacheError, ConfigError, MoEPrefetchError, ShapeError
+from moe_prefetch.errors import ArtefactError, CacheError, ConfigError, MoEPrefetchError, ShapeError
+from moe_prefetch.integrations.transformers_attention import key_hashes
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.integrations.transformers_pages import reads_pages, serve
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs
@@ -54,6 +58,64 @@ def test_a_calibration_that_lacks_layers_is_refused(llama, stats) -> None:
     # A layer that has no codebook needs none.
     make_cache(llama.config, models.config("fp4-72", layers={1: "fp8"}), part)
     make_cache(llama.config, models.config("fp8"), part)
+
+
+def test_another_models_calibration_is_refused(llama, stats, tmp_path: Path) -> None:
+    """Of the same shape: nothing else tells them apart."""
+    stats.save(tmp_path)
+    other, text = models.llama(), models.ids(90)[0]
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
+    for found in (stats, OutlierStats.load(tmp_path)):
+        with pytest.raises(ConfigError, match=r"keys of layer 1.*calibrate this model"):
+            make_cache(other, models.config("fp4-72"), found)
+        with pytest.raises(ConfigError, match="keys of layer 1"):
+            gate(other, [text], found, format="fp4-72", max_kl=1.0, window=16)
+        make_cache(llama, models.config("fp4-72"), found)
+        # Formats without codebooks read nothing of it.
+        make_cache(other, models.config("fp8"), found)
+        make_cache(other, models.config("fp4-72", layers={1: "fp8"}), found)
+    deeper = calibrate(models.llama(layers=3), models.ids(60))
+    for it in (llama, llama.config):
+        with pytest.raises(ConfigError, match="has layer 2"):
+            make_cache(it, models.config("fp4-72"), deeper)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_calibration_serves_its_model_in_any_dtype(dtype: torch.dtype) -> None:
+    """A bfloat16 checkpoint, values below FP16's normal range among them."""
+    model = models.moe("qwen3_moe")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight[:, ::3] *= 1e-5
+    saved = model.bfloat16()
+    found = OutlierStats({}, key_hashes(saved))
+    assert set(found.keys) == {0, 1} and key_hashes(copy.deepcopy(saved).to(dtype)) == found.keys
+
+
+@pytest.mark.parametrize("part", ["weight", "bias", "norm"])
+def test_a_hash_of_keys_sees_all_that_makes_them(part: str) -> None:
+    model = models.moe("qwen3_moe") if part == "norm" else models.qwen2_with_key_bias(5.0, 1)
+    before, attention = key_hashes(model), model.model.layers[1].self_attn
+    with torch.no_grad():
+        (attention.k_norm.weight if part == "norm" else getattr(attention.k_proj, part)).mul_(1.1)
+    after = key_hashes(model)
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_where_no_key_projection_is_found_nothing_is_compared(stats, tmp_path: Path) -> None:
+    odd = models.llama()
+    for layer in odd.model.layers:
+        layer.self_attn.k_proj.weight = torch.nn.Parameter(layer.self_attn.k_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert key_hashes(odd) == {}
+    make_cache(odd, models.config("fp4-72"), stats)
+    OutlierStats(stats.layers).save(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["keys"] == {"0": None, "1": None} and OutlierStats.load(tmp_path).keys == {}
+    for bad in ({"7": "x"}, {"0": 3}, ["x"]):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "keys": bad}))
+        with pytest.raises(ArtefactError):
+            OutlierStats.load(tmp_path)
 
 
 def test_without_a_calibration_the_gate_measures_what_is_served(llama) -> None:
