@@ -26,6 +26,7 @@ from moe_prefetch.kv.format import format_of
 from moe_prefetch.kv.ints import DeviceInts
 from moe_prefetch.kv.outliers import LayerStats
 from moe_prefetch.kv.static import StaticStore
+from moe_prefetch.kv.store import LayerStore
 
 
 class PagedCache(Cache):
@@ -50,24 +51,30 @@ class PagedCache(Cache):
         for layer in self._paged():
             layer.set_pads(pads)
 
+    def _stores(self) -> Iterator[LayerStore | StaticStore]:
+        for x in self._paged():
+            store = x.static if isinstance(x, StaticPagedLayer) else x.store
+            if store is not None:
+                yield store
+
     def held_bytes(self) -> int:
-        """Bytes of every storage the cache holds, codebooks and block tables included."""
-        total = sum(x.store.held_bytes() + x.store.book_bytes() for x in self._paged() if x.store is not None)
-        total += sum(x.static.held_bytes() for x in self.layers if isinstance(x, StaticPagedLayer) and x.static is not None)
+        """Bytes of every storage the cache holds, codebooks, bases and block tables included."""
+        total = sum(s.held_bytes() + s.book_bytes() for s in self._stores())
         for x in self.layers:
             for t in (getattr(x, "keys", None), getattr(x, "values", None)):
                 total += t.untyped_storage().nbytes() if isinstance(t, torch.Tensor) else 0
         return total
 
     def bits_per_element(self) -> float:
-        """Bits held per K or V element cached now; NaN while empty."""
-        stores = [x.store for x in self._paged() if x.store is not None]
-        elements = sum(s.row_length(b) * s.heads * s.layout.element_count for s in stores for b in range(s.batch))
-        return 8 * sum(s.held_bytes() + s.book_bytes() for s in stores) / elements if elements else float("nan")
+        """Bits held per K or V element cached now, of the layers in pages; NaN while empty. Of a cache of fixed size all that is reserved
+        counts, and its length is read from the device."""
+        tokens = lambda s: s.tokens() if isinstance(s, StaticStore) else sum(map(s.row_length, range(s.batch)))  # noqa: E731
+        elements = sum(tokens(s) * s.heads * s.layout.element_count for s in self._stores())
+        return 8 * sum(s.held_bytes() + s.book_bytes() for s in self._stores()) / elements if elements else float("nan")
 
     def report(self) -> list[dict[str, Any]]:
-        """One row per paged layer: format, how the last step of decode was read, bits per element at 32k (and what the format promises),
-        share of FP16 outliers, elements saturated and NaNs zeroed so far.
+        """One row per paged layer: format, what keys are kept in (`PagedLayer.kept_in`), how the last step of decode was read, bits per
+        element of one sequence of 32k tokens (and what the format promises), share of FP16 outliers, elements saturated and NaNs zeroed.
         """
         rows = []
         for x in self._paged():
@@ -81,12 +88,11 @@ class PagedCache(Cache):
                 {
                     "layer": x.number,
                     "format": x.format.name,
+                    "keys": x.kept_in,
                     "attention": x.attention,
                     "saturated": saturated,
                     "nan": nan,
-                    "bits_per_element": store.layout.bits_per_element(
-                        sinks=x.kv.sinks, window=x.most_recent, basis=store.basis is not None
-                    ),
+                    "bits_per_element": x.bits(store.layout),
                     "max_bits": x.format.max_bits,
                     "outlier_share": used / (store.heads * (store.layout.k_dim + store.layout.v_dim)),
                 }
@@ -153,8 +159,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
         raise ConfigError(
             "a static cache can't make codebooks from the prompt",
             where="kv.calibration",
-            expected="a calibration",
-            do="run calibrate() once",
+            expected="a calibration, which MLA has not" if latent else "a calibration",
+            do="choose fp8, or no max_length" if latent else "run calibrate() once",
         )
 
     ints = DeviceInts()
@@ -181,8 +187,8 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
           keys turn with their position, and so do their means and loud channels (default: positions 0 to S - 1, right for contexts of S
           tokens)
 
-    A few thousand tokens are enough. Layers whose attention brings no plain heads (MLA) are left out. Raises ShapeError for what is no
-    matrix of the model's token ids with more than `skip` in a row, ConfigError for a span below S.
+    A few thousand tokens are enough. Layers of MLA are left out: each sequence makes the codebook of its latents. Raises ShapeError for
+    what is no matrix of the model's token ids with more than `skip` in a row, ConfigError for a span below S.
     """
     known = model.config.get_text_config(decoder=True).vocab_size
     ids = token_ids if isinstance(token_ids, torch.Tensor) else torch.empty(0)
@@ -201,6 +207,9 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
             f"rows of {length} tokens are longer than a span of {span}", where="calibrate", expected="span >= row length", do="cut the rows"
         )
     seen: dict[int, StatsCollector] = {}
+
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return OutlierStats({})
 
     def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         seen.setdefault(layer, StatsCollector(axes=True)).add(q[0], k[0], v[0], skip)

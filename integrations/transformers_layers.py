@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_pages import Step, hold, reads_pages
-from moe_prefetch.kv.codec import make_coding, prompt_book
+from moe_prefetch.kv.codec import make_coding, prompt_book, turns_keys
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.ints import DeviceInts
 from moe_prefetch.kv.outliers import LayerStats
@@ -51,13 +51,30 @@ class PagedLayer(CacheLayerMixin):
         if self.latent:
             return layout_for(self.format, k_dim, 0, rope=v_dim)
         layout = layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.most_recent)
-        bits, most = layout.bits_per_element(sinks=self.kv.sinks, window=self.most_recent), self.format.max_bits
+        bits, most = self.bits(layout), self.format.max_bits
         if self.speaks and most is not None and bits > most:
+            beside = ", and the basis of its keys, which all sequences share," if self.turned else ""
             log.warning(
-                "%s promises %.2f bits per element at 32k tokens; with %d tokens of window and %d sinks it holds %.2f",
-                self.format.name, most, self.most_recent, self.kv.sinks, bits,
+                "%s promises %.2f bits per element at 32k tokens; with %d tokens of window and %d sinks%s it holds %.3f",
+                self.format.name, most, self.most_recent, self.kv.sinks, beside, bits,
             )  # fmt: skip
         return layout
+
+    @property
+    def turned(self) -> bool:
+        """Whether keys are kept in axes of their own."""
+        return not self.latent and turns_keys(self.stats, self.format, self.kv.outliers)
+
+    @property
+    def kept_in(self) -> str | None:
+        """What keys are kept in: "axes" or "channels" of a calibration, channels that each "prompt" chose; None without a codebook."""
+        if self.format.max_bits is None:
+            return None
+        return "axes" if self.turned else "channels" if self.stats is not None else "prompt"
+
+    def bits(self, layout: PageLayout) -> float:
+        """Bits per element at 32k tokens, everything of a cache of one sequence counted."""
+        return layout.bits_per_element(sinks=self.kv.sinks, window=self.most_recent, basis=self.turned)
 
     @property
     def most_recent(self) -> int:

@@ -15,7 +15,7 @@ from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, refuse_another_models, replace_attention
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.basis import Basis
-from moe_prefetch.kv.codec import OutlierStats, make_coding, prompt_book
+from moe_prefetch.kv.codec import OutlierStats, make_coding, prompt_book, turns_keys
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.gate import Verdict, judge, judge_bits
 from moe_prefetch.kv.outliers import Policy
@@ -118,9 +118,9 @@ def decoded(
         n = module.layer_idx
         if n not in formats:
             return own(module, query, key, value, *args, **kwargs)
-        if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        if kwargs.get("softcap") or kwargs.get("s_aux") is not None or getattr(module, "kv_lora_rank", None):
             raise UnsupportedModelError(
-                "soft-cap and sink logits are not measured in one pass",
+                "soft-cap, sink logits and MLA's latents are not measured in one pass",
                 where=type(module).__name__,
                 expected="plain softmax attention",
                 do="measure by generating with make_cache",
@@ -164,7 +164,8 @@ def gate(
     """Judge the cache on the user's own token ids ([S] each), under one of two budgets.
 
     max_kl    nats per token: every layer gets `format`, the worst ones fall back to fp8 and fp16 (`moe_prefetch.kv.gate.judge`)
-    max_bits  bits per element at 32k tokens with everything counted: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
+    max_bits  bits per element of one sequence of 32k tokens with everything counted, the basis of a calibration with axes too, as in
+              `PagedCache.report`: each layer gets one of `formats` (`moe_prefetch.kv.gate.judge_bits`)
 
     `stats` None: as a cache without a calibration (`decoded`). Sinks, window (None: that of `format`) and settle as in the configuration to
     come; with `settle` 1 answers move most. The verdict names the window, for `kv.window`. One pass per text, layer and format tried.
@@ -208,7 +209,11 @@ def gate(
         for n, layout in seen.items():
             layouts[n][name] = layout
     most = window + max(settle, SETTLE) - 1
-    found = judge_bits(
-        logits_of, texts, layouts=layouts, max_bits=max_bits, cost=lambda x: x.bits_per_element(sinks=sinks, window=most)
-    )
+    known = list(stats.layers.values()) if stats is not None else []
+
+    def cost(layout: PageLayout) -> float:
+        basis = any(turns_keys(x, layout.format, policy) for x in known)
+        return layout.bits_per_element(sinks=sinks, window=most, basis=basis)
+
+    found = judge_bits(logits_of, texts, layouts=layouts, max_bits=max_bits, cost=cost)
     return replace(found, window=window)

@@ -154,7 +154,7 @@ def kv_rows(model: Any, tokenizer: Any, tick: Callable[[], None]) -> list[KVRow]
             reference = logp_TV
         kl = (reference.exp() * (reference - logp_TV)).sum(-1).mean()
         agree = (reference.argmax(-1) == logp_TV.argmax(-1)).float().mean()
-        at_32k = [x.store.layout.bits_per_element(32768, config.sinks, x.most_recent) for x in cache.layers]
+        at_32k = [row["bits_per_element"] for row in cache.report()]
         rows.append(KVRow(name, cache.held_bytes() / KV_TOKENS, cache.bits_per_element(), sum(at_32k) / len(at_32k), float(loss.exp()),
                           float(kl), float(agree)))
         tick()

@@ -14,7 +14,7 @@ from ..errors import ArtefactError, ShapeError
 from ..kernels.kv_encode.records import Book, book_shares, neutral_book
 from ..runtime import REAL, Runtime
 from .basis import Axes, Basis, canonical_axes, felt, spread
-from .format import PageLayout
+from .format import KVFormat, PageLayout
 from .outliers import Choice, LayerStats, Policy, choose
 
 STATS_VERSION = 2
@@ -110,7 +110,9 @@ class OutlierStats:
                 expected=f"kind kv-calibration, version {STATS_VERSION}",
                 do="calibrate again",
             )
-        tensors = load_tensors(path / "stats.safetensors", sha256=str(manifest.get("sha256")), cap=1 << 30)
+        # A calibration of no layers (MLA) has no tensors, and safetensors can't read what it writes then.
+        empty = manifest.get("tokens") == {}
+        tensors = {} if empty else load_tensors(path / "stats.safetensors", sha256=str(manifest.get("sha256")), cap=1 << 30)
         layers = {}
         try:
             for name, tokens in manifest["tokens"].items():
@@ -172,6 +174,11 @@ class Coding(NamedTuple):
     choice: Choice | None
 
 
+def turns_keys(stats: LayerStats | None, format: KVFormat, policy: Policy) -> bool:
+    """Whether a layer keeps its keys in the calibration's axes, and so a basis beside its codebook: what bits count it by."""
+    return stats is not None and stats.axes is not None and policy == "importance" and format.max_bits is not None
+
+
 def make_coding(
     stats: LayerStats | None, layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu"
 ) -> Coding:
@@ -180,7 +187,7 @@ def make_coding(
     if stats is None or layout.format.max_bits is None:
         return Coding(neutral_book(layout, heads, device), None, None)
     basis = None
-    if policy == "importance" and stats.axes is not None:
+    if turns_keys(stats, layout.format, policy):
         basis, power = spread(stats.axes, layout.outliers)
         k1 = (basis.into.double() @ stats.axes.mean[..., None])[..., 0]
         stats = replace(stats, q2=power.tolist(), k1=k1.tolist(), k2=(power + k1.square()).tolist())

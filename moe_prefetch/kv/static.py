@@ -221,6 +221,13 @@ class StaticStore:
         self.empty = True
 
     def held_bytes(self) -> int:
-        """Bytes of every storage, the codebook apart."""
+        """Bytes of every storage that its rows have; codebook and basis apart (`book_bytes`)."""
         tensors = (self.pool, self.blank, self.table, self.sink_k, self.sink_v, self.recent_k, self.recent_v, self.length, self.stored)
         return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    def book_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in (*self.book, *(self.basis or ())))
+
+    def tokens(self) -> int:
+        """Tokens of all rows, read from the device."""
+        return int(self.length.sum())

@@ -10,9 +10,11 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import CacheError, ConfigError
+from moe_prefetch.errors import CacheError, ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
+from moe_prefetch.integrations.transformers_quality import gate
 from moe_prefetch.kv.attention import attend
+from moe_prefetch.kv.codec import OutlierStats
 
 from . import models
 
@@ -186,6 +188,21 @@ def test_the_report_counts_outliers_and_what_was_not_finite(llama, stats) -> Non
             assert row["bits_per_element"] <= 4.85
 
 
+def test_the_report_says_what_keys_are_kept_in(llama, stats) -> None:
+    kept = lambda kv, s, **kw: [row["keys"] for row in _filled(llama, kv, s, **kw).report()]  # noqa: E731
+    for size in ({}, {"max_length": 40}):
+        assert kept(models.config(layers={1: "fp8"}), stats, **size) == ["axes", None]
+        assert kept(models.config(outliers="topn"), stats, **size) == kept(models.config(), models.in_channels(stats), **size)
+        assert kept(models.config(outliers="topn"), stats, **size) == ["channels", "channels"]
+    assert kept(models.config(), None) == ["prompt", "prompt"]
+
+
+def _filled(model, kv: KVConfig, stats, **kw):
+    cache = make_cache(model.config, kv, stats, **kw)
+    models.generate(model, models.ids(30), cache, n=2)
+    return cache
+
+
 def test_layers_may_differ_and_unknown_layers_are_refused(llama, stats) -> None:
     cache = make_cache(llama.config, models.config(layers={1: "fp8"}), stats)
     assert [x.format.name for x in cache.layers] == ["fp4-quality", "fp8"]
@@ -241,6 +258,22 @@ def test_mla_models_keep_latent_and_rotary_part(format: str) -> None:
     assert (lay.k_dim, lay.v_dim, lay.rope) == (64, 0, 16)
     assert (got - exact).abs().sum() < {"fp16": 0.02, "fp8": 0.3, "fp4-quality": 1.2}[format]
     models.generate(model, prompt, make_cache(model.config, models.config(format)), num_beams=2)
+
+
+def test_mla_layers_are_left_out_of_calibration(tmp_path: Path) -> None:
+    """Its attention brings heads made of latents, which are not what is kept."""
+    model, prompt = models.deepseek(), models.ids(70)
+    calibrate(model, models.ids(100)).save(tmp_path)
+    found = OutlierStats.load(tmp_path)
+    assert found.layers == {}
+    cache = make_cache(model, models.config(), found)
+    assert torch.equal(models.generate(model, prompt, cache), models.generate(model, prompt, make_cache(model, models.config())))
+    assert {row["keys"] for row in cache.report()} == {"prompt"}
+    for format in ("fp4-quality", "fp8"):
+        with pytest.raises(UnsupportedModelError, match="MLA"):
+            gate(model, [prompt[0]], found, format=format, max_kl=1.0, window=16)
+    with pytest.raises(ConfigError, match="MLA has not"):
+        make_cache(model, models.config(), found, max_length=80)
 
 
 def test_sliding_layers_stay_as_configured() -> None:

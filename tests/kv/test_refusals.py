@@ -201,6 +201,24 @@ def test_a_window_that_breaks_the_formats_promise_is_said_once(llama, caplog, wi
     assert all((row["bits_per_element"] > row["max_bits"]) == said for row in cache.report())
 
 
+def test_gate_warning_and_report_count_the_basis_alike(caplog) -> None:
+    """At head dim 128 a basis costs one sequence .094 bits: what `fp4-72` promises holds in channels, and with many sequences."""
+    model = models.llama(head_dim=128)
+    stats, kv = calibrate(model, models.ids(200, 2, seed=9)), KVConfig(format="fp4-72")
+    for found, bits in ((stats, 4.552), (models.in_channels(stats), 4.458)):
+        caplog.clear()
+        cache = make_cache(model, kv, found)
+        with caplog.at_level(logging.WARNING):
+            models.generate(model, models.ids(20), cache, 2)
+        said = [r.getMessage() for r in caplog.records if "promises 4.48" in r.getMessage()]
+        assert len(said) == (bits > 4.48) and all("basis" in x and "4.552" in x for x in said)
+        verdict = gate(model, [models.ids(110)[0]], found, max_bits=5.0, window=64, format="fp4-72", formats=("fp4-72",))
+        held = [row["bits_per_element"] for row in cache.report()]
+        assert held == [verdict.bits] * 2 and verdict.bits == pytest.approx(bits, abs=6e-4)
+    with pytest.raises(ConfigError, match=r"4\.48 bits"):
+        gate(model, [models.ids(110)[0]], stats, max_bits=4.48, format="fp4-72", formats=("fp4-72", "fp8"))
+
+
 # settings -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "kw",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,6 +121,20 @@ def test_generate_equals_the_paged_cache(name: str) -> None:
         assert torch.equal(models.generate(model, prompt, static), want)
         static.reset()
         assert torch.equal(models.generate(model, prompt, static), want)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4-72"])
+def test_held_bytes_count_codebooks_and_bases(name: str) -> None:
+    model = models.llama()
+    cache = make_cache(model.config, models.config(name), calibrate(model, models.ids(200, 2, seed=9)), max_length=200)
+    assert math.isnan(cache.bits_per_element())
+    models.generate(model, models.ids(70, 2), cache)
+    stores = [layer.static for layer in cache.layers]
+    once = sum(t.nbytes for s in stores for t in (*s.book, *(s.basis or ())))
+    assert cache.held_bytes() == once + sum(s.held_bytes() for s in stores)
+    if name == "fp4-72":
+        assert once > 0.9 * sum(s.heads * (s.layout.book_bytes + s.layout.basis_bytes) for s in stores)
+    assert cache.bits_per_element() == pytest.approx(8 * cache.held_bytes() / (2 * 2 * 128 * 2 * int(cache.get_seq_length())))
 
 
 def test_refusals() -> None:
