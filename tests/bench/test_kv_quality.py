@@ -14,6 +14,7 @@ from moe_prefetch.bench import kv_quality as bench
 from moe_prefetch.bench.rows import Journal
 from moe_prefetch.errors import ConfigError
 from moe_prefetch.integrations.transformers_quality import decoded, log_probs
+from moe_prefetch.kv.format import FORMATS, layout_for
 from moe_prefetch.kv.gate import drift
 from tests.kv.models import llama
 
@@ -48,7 +49,10 @@ def test_figures_are_those_of_the_parts(model):
     want = drift([log_probs(model, i) for i in ids], [log_probs(model, i, fp8) for i in ids], list(ids))
     d, bits, n = found["fp8_nowindow"]
     assert n == 2 and d.kl == pytest.approx(want.kl) and d.ppl_ratio == pytest.approx(want.ppl_ratio) and d.top1 == want.top1
-    assert 8 < bits < 9 and found["fp4-quality_w64"][1] < 8
+    # fp8 has no basis, whatever the calibration has.
+    assert bits == pytest.approx(layout_for(FORMATS["fp8"], 64, 64).bits_per_element(window=31))
+    fp4 = layout_for(FORMATS["fp4-quality"], 64, 64, window=95)
+    assert found["fp4-quality_w64"][1] == pytest.approx(fp4.bits_per_element(window=95, basis=True))
     assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
 
 
