@@ -52,13 +52,17 @@ def attach(model: Any, config: Config | dict[str, Any] | str | Path | None = Non
     plan        overrides experts.plan; also takes "oracle", which has no use outside a measurement
     progress    called with (records written, of) while the record file is made
 
-    Raises ConfigError, BudgetError, UnsupportedModelError, SessionError, ProbeMismatchError, ArtefactError: all before the model is
-    touched.
+    Raises ConfigError, BudgetError, UnsupportedModelError, SessionError, ProbeMismatchError, ArtefactError: before the model is touched.
     """
+    host = open_model(model)
     try:
-        return Session(open_model(model), config_module.load(config), forecaster, plan, runtime, progress)
+        return Session(host, config_module.load(config), forecaster, plan, runtime, progress)
     except MemoryError as e:
         raise BudgetError(f"memory for the slots can't be had: {e}", where="experts.resident", do="lower experts.resident") from e
+    except RuntimeError:
+        # torch's word for weights that another thread's attach has taken away meanwhile.
+        host.check_free()
+        raise
 
 
 class Session:
@@ -142,17 +146,13 @@ class Session:
 
     def _start_mover(self, progress: Callable[[int, int], None] | None) -> None:
         host, experts, runtime = self._host, self.config.experts, self._runtime
-        tensors = host.tensors(0, 0)
-        if devices := {t.device.type for t in tensors.values()} - {"cpu"}:
+        parts = host.tensors(0, 0)
+        if devices := {t.device.type for t in parts.values()} - {"cpu"}:
             raise UnsupportedModelError(f"its experts are on {', '.join(devices)}", where="experts.home: disk",
-                                        expected="weights on the CPU",
-                                        do="load the model on the CPU, or use home: local")
-        # The budget is checked before a byte is written.
+                                        expected="weights on the CPU", do="load the model on the CPU, or use home: local")
         self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
-                                                       record_bytes=RecordLayout.of(tensors).nbytes,
-                                                       reserve=bounce_buffers(experts.threads))
-        folder = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-"))
-        store = None
+                                                       record_bytes=RecordLayout.of(parts).nbytes, reserve=bounce_buffers(experts.threads))
+        folder, store = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-")), None
         try:
             store = DiskStore.obtain(folder, host, runtime, progress)
             if experts.path is None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_prefetch.errors import ArtefactError
-from moe_prefetch.experts.store import MANIFEST, DiskStore, read_manifest
+from moe_prefetch.experts.store import MANIFEST, VERSION, DiskStore, read_manifest
 from moe_prefetch.runtime import REAL
 from tests.experts.records import Source
 
@@ -95,7 +95,7 @@ def test_things_that_are_no_files(folder, which, kind):
     {"layers": True}, {"layers": 1.0}, {"layers": "1"}, {"layers": -1}, {"layers": 0}, {"layers": 1 << 62, "experts": 1 << 62},
     {"experts": 2.0},
     {"record_bytes": 4096.0}, {"record_bytes": -4096}, {"record_bytes": None}, {"version": True}, {"version": 1.0},
-    {"version": 1}, {"version": 3}, {"weights": None}, {"weights": True},
+    {"version": 1}, {"version": VERSION + 1}, {"weights": None}, {"weights": True},
     {"version": None},
     {"format": "moe_prefetch.probe"}, {"format": None}, {"parts": {}}, {"parts": None}, {"parts": [1]}, {"digests": {}},
     {"digests": [DIGEST]},

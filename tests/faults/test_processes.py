@@ -386,6 +386,22 @@ def test_threads_that_attach_to_one_model_at_once():
     assert settled(lambda: not movers() and not open_files())
 
 
+def test_weights_that_another_attach_takes_while_they_are_packed():
+    model, sessions = small(), []
+
+    class Late(Runtime):
+        def allocate(self, *args, **kwargs):
+            # The first buffer of the slower attach: the other one runs in full before it reads a weight.
+            if not sessions:
+                sessions.append(moe_prefetch.attach(model, DISK))
+            return super().allocate(*args, **kwargs)
+
+    with pytest.raises(SessionError, match="attached to this model already"):
+        moe_prefetch.attach(model, DISK, runtime=Late())
+    sessions[0].detach()
+    assert settled(lambda: not movers() and not open_files())
+
+
 def test_detaching_from_another_thread_while_reads_are_in_flight():
     model = small()
     before = picture(model)
