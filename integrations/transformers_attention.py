@@ -110,5 +110,5 @@ def refuse_another_models(stats: OutlierStats, model: Any, layers: Iterable[int]
     if other := [n for n in layers if n in have and n in stats.keys and have[n] != stats.keys[n]]:
         raise ConfigError(
             f"the calibration is another model's: keys of layer {other[0]} are made with other weights",
-            where="kv.calibration", expected="the key projections of this model", do="calibrate this model",
+            where="kv.calibration", expected="the key projections of this model", do="calibrate this model, as it is loaded here",
         )  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 
 from ..config import KVConfig
 from ..errors import ConfigError
-from ..kv.codec import STATS_VERSION, turns_keys
+from ..kv.codec import STATS_VERSION
 from ..kv.format import LAYOUT_VERSION, PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
@@ -213,10 +213,9 @@ class Bench:
         """Bits per element of a scheme that has run: ours at 32k with everything counted, as if for one sequence alone."""
         if name in PEERS:
             return sum(self.counted[name]) / len(self.counted[name])
-        layouts, scheme, stats = self.layouts[name], Scheme.parse(name), self.stats.layers
-        turned = {n: turns_keys(stats.get(n), x.format, scheme.policy) for n, x in layouts.items()}
-        total = sum(x.bits_per_element(32768, SINKS, scheme.most, turned[n]) * x.element_count for n, x in layouts.items())
-        return total / sum(x.element_count for x in layouts.values())
+        layouts, scheme = self.layouts[name].values(), Scheme.parse(name)
+        total = sum(x.bits_per_element(32768, SINKS, scheme.most, scheme.policy == "importance") * x.element_count for x in layouts)
+        return total / sum(x.element_count for x in layouts)
 
     def capacity(self, name: str) -> dict[str, float]:
         """How many sequences of half the model's context fit in 1 GiB: two figures; empty for peers, whose metadata we do not hold."""
