@@ -208,9 +208,6 @@ def _check_model(host: HostModel, ours: Config, dtype: torch.dtype, device: str,
         if isinstance(host, MoEModel):
             host.tensors(0, 0)
         return
-    if ours.experts.home == "host":
-        raise UnsupportedModelError("DeepSpeed's experts can't be read from the host's memory yet", where="experts.home: host",
-                                    expected="local or disk", do="use home: local")
     if device != "cpu":
         raise UnsupportedModelError(f"its experts would be on {device}", where="experts.home: disk", expected="weights on the CPU",
                                     do="use home: local, or keep the model on the CPU")

@@ -98,7 +98,10 @@ def misspelt(whole: Mapping[str, Any]) -> list[str]:
 
 def contradictions(stock: Mapping[str, Any], ours: Config) -> list[str]:
     """Every reason why DeepSpeed's half and ours can't hold at once, one line each."""
-    return _training(stock, ours) if is_training(stock) else _inference(stock, ours)
+    found = _training(stock, ours) if is_training(stock) else _inference(stock, ours)
+    if ours.experts.home == "host":
+        found.append(f"{SECTION}.experts.home: DeepSpeed's experts can't be read from the host's memory yet; use local or disk")
+    return found
 
 
 def _serves(ours: Config) -> bool:
@@ -147,8 +150,6 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
     if isinstance(size, int) and size > 1 and ours.kv.calibration is not None:
         found.append(f"kv.calibration: it describes all heads, but under tensor parallelism each rank holds 1/{size} of them; drop it "
                      "(outlier channels are then chosen from the prompt)")
-    if ours.experts.home == "host":
-        found.append(f"{SECTION}.experts.home: DeepSpeed's experts can't be read from the host's memory yet; use local or disk")
     if ours.fit is not None:
         found.append(f"{SECTION}.fit: it belongs to training; use deepspeed.initialize, or name what inference needs (experts, probe, kv)")
     return found

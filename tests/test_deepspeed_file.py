@@ -49,7 +49,6 @@ def test_what_is_refused(source, word):
     ({"enable_cuda_graph": True}, {}, "replayed graph"), ({"dtype": "int8"}, {}, "int8"),
     ({"tensor_parallel": {"tp_size": 2}}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "tensor parallelism"),
     ({"mp_size": 2}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "1/2"), ({}, FIT, "belongs to training"),
-    ({}, {"experts": {"home": "host"}}, "use local or disk"),
     ({**TRAIN, "zero_optimization": {"stage": 3}}, FIT, "use stage 0, 1 or 2"),
     ({**TRAIN, "hybrid_engine": {"enabled": True}}, FIT, "hybrid"),
     ({**TRAIN, "compile": {"deepcompile": True}}, FIT, "compiled graph"), (TRAIN, {}, "asks for nothing"),
@@ -57,6 +56,11 @@ def test_what_is_refused(source, word):
 def test_halves_that_contradict_each_other(stock, ours, word):
     found = contradictions(stock, load(ours))
     assert len(found) == 1 and word in found[0]
+
+
+def test_no_engine_reads_experts_from_the_hosts_memory():
+    for stock in ({}, TRAIN, {**TRAIN, "expert_parallel": {"enabled": True, "autoep_size": 1}}):
+        assert any("use local or disk" in line for line in contradictions(stock, load({"experts": {"home": "host"}})))
 
 
 @pytest.mark.parametrize(("stock", "ours"), [

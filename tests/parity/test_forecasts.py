@@ -77,20 +77,23 @@ def test_tiny_moe_is_bitwise_the_same(family, kind):
     model = tiny(family)
     ids = torch.randint(0, 256, (2, 9))
     want, demands = resident(model, ids)
-    forecaster = {"random": RandomForecaster(8), "adversarial": AdversarialForecaster(demands, 8), "empty": EmptyForecaster(),
-                  "oracle": OracleForecaster(demands, 8), "late": OracleForecaster(demands, 8)}.get(kind)
     plan = kind if kind in POLICIES and kind != "probe" else "stale"
-    runtime = LateRuntime() if kind == "late" else Runtime()
-    with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan=plan, runtime=runtime) as session:
-        got = logits_of(model, ids, 6)
-        session.wait_idle()
-        session.table.check_integrity()
-        total = session.ledger.total
+    # On a busy machine no fetch may have begun when its expert is asked for, or all may have ended: then once more.
+    for _ in range(8 if kind == "late" else 1):
+        forecaster = {"random": RandomForecaster(8), "adversarial": AdversarialForecaster(demands, 8), "empty": EmptyForecaster(),
+                      "oracle": OracleForecaster(demands, 8), "late": OracleForecaster(demands, 8)}.get(kind)
+        runtime = LateRuntime() if kind == "late" else Runtime()
+        with moe_prefetch.attach(model, DISK, forecaster=forecaster, plan=plan, runtime=runtime) as session:
+            got = logits_of(model, ids, 6)
+            session.wait_idle()
+            session.table.check_integrity()
+            total = session.ledger.total
         # The case is empty unless experts really went missing and came over the link.
         assert total.late + total.miss > 0 and total.bytes_moved >= total.miss * session.ledger.record_bytes
-        if kind == "late":
-            assert total.late > 0
-    assert torch.equal(got, want)
+        assert torch.equal(got, want)
+        if total.late:
+            break
+    assert kind != "late" or total.late > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
