@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 
+from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.experts.planner import HYSTERESIS, KEEP, WASTE
 from moe_prefetch.kernels.move import fused
 from moe_prefetch.kernels.plan.fused import launch as plan
@@ -68,18 +69,6 @@ def graph_of(body, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def median_us(graph: torch.cuda.CUDAGraph, times: int = 15) -> float:
-    found = []
-    for _ in range(times):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        found.append(a.elapsed_time(b) * 1e3)
-    return sorted(found)[len(found) // 2]
-
-
 class Bench:
     def __init__(self, kind: str) -> None:
         self.homes, self.slots = records(kind), torch.zeros(SLOTS, NBYTES, dtype=torch.uint8, device="cuda")
@@ -108,10 +97,10 @@ class Bench:
         with torch.cuda.stream(self.stream):
             self.once(programs, piece, tile, warps)
         torch.cuda.synchronize()
-        empty = median_us(graph_of(self.reset, self.stream))
+        empty = replay_us(graph_of(self.reset, self.stream), 15)
         graph = graph_of(lambda: self.once(programs, piece, tile, warps), self.stream)
         self.slots.fill_(0xCD)
-        us = median_us(graph) - empty
+        us = replay_us(graph, 15) - empty
         return SLOTS * NBYTES / us / 1e3, self.right()
 
     def beside(self, programs: int, piece: int, tile: int, warps: int, gbps: float) -> tuple[float, float]:

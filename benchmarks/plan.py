@@ -19,6 +19,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.kernels.plan import fused
 from moe_prefetch.kernels.plan.naive import plan_naive
 from tests.kernels.plan_cases import COSTS, copy, same, states
@@ -71,15 +72,7 @@ def graph_us(experts: int, slots: int, links: int, most: int) -> tuple[float, fl
             reset()
             for n in range(LAYERS if body else 0):
                 fused.launch(t, rows[n], probs[n], None, COSTS, 0, 0)
-        times = []
-        for _ in range(30):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            graph.replay()
-            b.record()
-            torch.cuda.synchronize()
-            times.append(a.elapsed_time(b) * 1e3)
-        return sorted(times)[len(times) // 2]
+        return replay_us(graph, 30)
 
     us = (timed(True) - timed(False)) / LAYERS
     return us, float(t.count_L.float().mean())

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 
+from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.kernels.probe_topk import fused
 from moe_prefetch.kernels.probe_topk.naive import TapWeights, probe_topk_naive, tap_logits
 from moe_prefetch.kernels.probe_topk.op import EMPTY_WORD, scratch_for
@@ -71,15 +72,7 @@ def graph_us(x: torch.Tensor, taps: list[TapWeights], past: torch.Tensor | None 
     with torch.cuda.graph(graph, stream=stream):
         for w, s in zip(taps, scratch):
             call(x, w, s, past)
-    times = []
-    for _ in range(30):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) * 1e3 / len(taps))
-    return sorted(times)[len(times) // 2]
+    return replay_us(graph, 30) / len(taps)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.experts.homes import Home, HostHome, LocalHome, PeerHome
 from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import Form
@@ -99,7 +100,7 @@ def cost() -> Iterator[Row]:
         for layer in range(decode.layers):
             decode.eager(layer, x)
 
-    took = [median_us(d.capture(step)) / decode.layers for step in (planned, alone)]
+    took = [replay_us(d.capture(step), 15) / decode.layers for step in (planned, alone)]
     d.check()
     wrong = int(decode.wrong)
     print(f"a layer of 64 experts: {took[0]:.1f} us, expert kernels alone {took[1]:.1f} us; {wrong} numbers differ", flush=True)
@@ -197,7 +198,7 @@ class Warm:
             self.step(megabytes)
         with torch.cuda.graph(graph, stream=stream):
             out = self.step(megabytes)
-        return median_us(graph) / LAYERS, out
+        return replay_us(graph, 15) / LAYERS, out
 
 
 def warm() -> Iterator[Row]:
@@ -213,18 +214,6 @@ def warm() -> Iterator[Row]:
                 raise SystemExit("warm changed a bit")
             for m, (us, _) in took.items():
                 yield f"{model}_t{tokens}_beside{m}mb", "us", us, "us", "bits as without"
-
-
-def median_us(graph: torch.cuda.CUDAGraph, times: int = 15) -> float:
-    found = []
-    for _ in range(times):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        found.append(a.elapsed_time(b) * 1e3)
-    return sorted(found)[len(found) // 2]
 
 
 def processes(n: int) -> ProcessPoolExecutor:

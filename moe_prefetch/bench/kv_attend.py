@@ -30,6 +30,7 @@ from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
 from ..kv import format as kv_format
 from ..kv.format import PAGE, PageLayout, format_of, layout_for
+from .timing import replay_us
 
 SINKS, WINDOW, COLD = 4, 64, 400e6
 FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
@@ -191,15 +192,7 @@ def timed(calls: list[Callable[[], object]], replays: int = 9) -> float:
             f()
     graph.replay()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(todo))
-    return sorted(times)[len(times) // 2]
+    return replay_us(graph, replays) / len(todo)
 
 
 def sdpa_us(case: Case, say: Callable[..., None] = print) -> tuple[float, str]:
