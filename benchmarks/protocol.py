@@ -7,10 +7,11 @@ exact    a decode step of 26 layers with forecasts, plans, moves, publications, 
          one. Homes: the host's memory, this GPU's.
 delays   10^5 steps of four layers with delays drawn at every place where another program may come between: nothing is found wrong.
 warm     an expert kernel after 20 us in which HBM idles, with and without its records asked into L2 meanwhile; 1 to 8 tokens.
+ranks    two GPUs, a process and a table each, homes shared over NVLink: replays as `exact`, half way both change their weights together.
 cost     what the device's path adds to a layer whose experts are where they are.
 faults   each violation of `tests/protocol/device_faults.py` is found, and nothing without it.
 
-usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm cost] [--replays 10000] [--steps 100000] [--commit ID]
+usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults warm ranks cost] [--replays N] [--steps N] [--commit ID]
 """
 from __future__ import annotations
 
@@ -19,18 +20,22 @@ import csv
 import datetime
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_prefetch.bench.timing import replay_us
-from moe_prefetch.experts.homes import Home, HostHome, LocalHome, PeerHome
+from moe_prefetch.distributed.groups import Group
+from moe_prefetch.distributed.symmetric import symmetric_memory
+from moe_prefetch.experts.homes import Home, HostHome, LocalHome, PeerHome, SharedHome
 from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import Form
 from moe_prefetch.kernels.plan.naive import Tables
@@ -79,6 +84,63 @@ def exact(replays: int, homes: list[str]) -> Iterator[Row]:
         checked = f"bits of {replays} replays as all-resident"
         for more in (("replay_us", us, "us"), ("hit_rate", t.hit_rate, "ratio"), ("differing", 0, "numbers")):
             yield (f"{home.name}_26layers", *more, checked)
+
+
+def rank_of_two(rank: int, meeting: str, replays: int, device: str = "cuda") -> tuple[int, dict[str, float], float]:
+    """(numbers that differ, ledger, us a replay) of one process; half of the replays before its weights change, half after."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    group, cuda = Group.of(), device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    torch.manual_seed(rank)
+    home = SharedHome(symmetric_memory(group, device))
+    decode = Decode(home, device, form=Form("bfloat16", 384, 192), ranks=2)
+    d, store = decode.device_experts, decode.store
+    step = d.capture(decode.step).replay if cuda else decode.step
+
+    def steps() -> float:
+        began = time.perf_counter()
+        for n in range(replays // 2):
+            step()
+            if n % 500 == 499:
+                d.rest()
+        d.check()
+        if not torch.equal(decode.out, decode.alone()):
+            raise SystemExit("a step launched one by one differs")
+        return time.perf_counter() - began
+
+    def write() -> None:
+        fresh = decode.source(1)
+        for layer in range(decode.layers):
+            for e in range(fresh.num_experts):
+                at = rank * fresh.num_experts + e
+                store.layout.pack(fresh.tensors(layer, e), store.buffer(layer, at), stamp=(2, layer, at))
+
+    decode.wrong.zero_()
+    took, old = steps(), decode.resident.buffer(0, 0).clone()
+    d.update(write, lambda: group.gather(b"at rest"))
+    for layer in range(decode.layers):
+        for e in range(store.num_experts):
+            decode.resident.buffer(layer, e).copy_(store.buffer(layer, e))
+    if torch.equal(old, decode.resident.buffer(0, 0)):
+        raise SystemExit("the other rank's new weights are not seen")
+    took += steps()
+    said = d.counts().total
+    group.gather(b"done")
+    return int(decode.wrong) + (said.demanded != int(decode.asked)), said.as_dict(), took / replays * 1e6
+
+
+def ranks(replays: int) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder, processes(2) as pool:
+        args = ((0, 1), (f"{folder}/meeting",) * 2, (replays,) * 2, ("cuda",) * 2)
+        for rank, (wrong, said, us) in enumerate(pool.map(rank_of_two, *args)):
+            print(f"rank {rank}: {replays} replays, {us:.0f} us each, {wrong} numbers differ; {said}", flush=True)
+            if wrong or min(said[k] for k in ("hit", "miss", "wasted")) == 0:
+                raise SystemExit("not exact")
+            checked = f"bits of {replays} replays as all-resident, new weights half way"
+            for more in (("replay_us", us, "us"), ("hit_rate", said["hit_rate"], "ratio"), ("differing", 0, "numbers")):
+                yield (f"shared_26layers_rank{rank}", *more, checked)
 
 
 def cost() -> Iterator[Row]:
@@ -220,17 +282,17 @@ def processes(n: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context("spawn"))
 
 
-PARTS = {"exact": lambda args: exact(args.replays // len(args.homes), args.homes), "delays": lambda args: delays(args.steps),
-         "faults": lambda args: faults(),
+PARTS = {"exact": lambda args: exact(args.replays, args.homes), "delays": lambda args: delays(args.steps),
+         "faults": lambda args: faults(), "ranks": lambda args: ranks(args.replays),
          "warm": lambda args: warm(), "cost": lambda args: cost()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "ranks" or torch.cuda.device_count() > 1])
     parser.add_argument("--homes", nargs="+", choices=HOMES, default=["host", "local"])
-    parser.add_argument("--replays", type=int, default=10_000)
+    parser.add_argument("--replays", type=int, default=10_000, help="of the graph of each home")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--commit", default="")
     args = parser.parse_args()

@@ -96,15 +96,18 @@ class Traffic:
 
 
 class Decode(Traffic):
-    """`wrong` counts numbers that differ from all-resident in any bit."""
+    """`wrong` counts numbers that differ from all-resident in any bit. `ranks` share the home, each with as many of the experts."""
 
     def __init__(self, home: Home, device: str, *, layers: int = 26, experts: int = 16, slots: int = 6, tokens: int = 4, top_k: int = 2,
-                 form: Form | None = None, mode: int | None = None, link_E: tuple[int, ...] | None = None, **more: Any) -> None:
+                 form: Form | None = None, mode: int | None = None, link_E: tuple[int, ...] | None = None, ranks: int = 1,
+                 **more: Any) -> None:
         self.form = form or Form("bfloat16", 256, 128)
-        self.store = MemoryStore(RandomSource(self.form, layers, experts), home, REAL)
+        self.source = lambda version: RandomSource(self.form, layers, experts // ranks, version * ranks + home.rank)
+        self.store = MemoryStore(self.source(0), home, REAL)
         self.resident = MemoryStore(CopySource(self.store), LocalHome(device, REAL), REAL)
         self.resident_LE = torch.tensor([[self.resident.address(n, e) for e in range(experts)] for n in range(layers)], device=device)
-        behind = DeviceExperts(self.store, device, REAL, slots, link_E=link_E or (0,) * experts, **more)
+        link_E = link_E or ((0,) * experts if ranks == 1 else None)
+        behind = DeviceExperts(self.store, device, REAL, slots, link_E=link_E, **more)
         super().__init__(behind, device, self.form.hidden, tokens, top_k, mode)
         self.wrong, self.out = torch.zeros_like(self.asked), torch.zeros_like(self.hidden)
 
