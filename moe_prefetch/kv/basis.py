@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.kv_turn.op import kv_turn
+
 
 class Axes(NamedTuple):
     """Canonical axes of one layer, the loudest first: `into` FP64 [N, d, d], rows are axes; `power` FP64 [N, d] is E[q^2] and Var[k] along
@@ -32,24 +34,15 @@ class Basis(NamedTuple):
 
     def keys(self, k_BNTd: torch.Tensor) -> torch.Tensor:
         """Keys as they are kept, FP32. In FP64 until then: what FP16 makes of them must not depend on how many come at once."""
-        return _times(k_BNTd.double(), self.into.double().mT).float()
+        return kv_turn(k_BNTd, self.into.mT, wide=True)
 
     def queries(self, q_BHTd: torch.Tensor) -> torch.Tensor:
         """Queries that ask for kept keys, FP32 [B, H, T, d]."""
-        B, H, T, d = q_BHTd.shape
-        return _times(q_BHTd.float().reshape(B, len(self.back), -1, d), self.back).reshape(B, H, T, d)
+        return kv_turn(q_BHTd, self.back, wide=False)
 
     def restore(self, k_BNTd: torch.Tensor) -> torch.Tensor:
         """Kept keys, FP32, as they came."""
-        return _times(k_BNTd, self.back.mT)
-
-
-def _times(x_BNTd: torch.Tensor, m_Ndd: torch.Tensor) -> torch.Tensor:
-    # One product per head: a broadcast one would copy the matrices for each sequence.
-    B, N, T, d = x_BNTd.shape
-    # Autocast would make BF16 of FP32.
-    with torch.autocast(x_BNTd.device.type, enabled=False):
-        return (x_BNTd.transpose(0, 1).reshape(N, B * T, d) @ m_Ndd).view(N, B, T, d).transpose(0, 1)
+        return kv_turn(k_BNTd, self.back.mT, wide=False)
 
 
 def felt(q_HTd: torch.Tensor, k_NTd: torch.Tensor, v_NTd: torch.Tensor, skip: int) -> tuple[torch.Tensor, torch.Tensor]:
