@@ -46,6 +46,7 @@ from tests.experts.decode_step import Decode
 
 FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 Row = tuple[str, str, float, str, str]
+FORM = Form("bfloat16", 512, 256)  # a record is two pieces of a move
 
 
 HOMES: dict[str, Callable[[], Home]] = {
@@ -55,7 +56,7 @@ HOMES: dict[str, Callable[[], Home]] = {
 def exact(replays: int, homes: list[str]) -> Iterator[Row]:
     for home in [HOMES[name]() for name in homes]:
         began = time.perf_counter()
-        decode = Decode(home, "cuda", form=Form("bfloat16", 384, 192))
+        decode = Decode(home, "cuda", form=FORM)
         d = decode.device_experts
         graph = d.capture(decode.step)
         torch.cuda.synchronize()
@@ -95,7 +96,7 @@ def rank_of_two(rank: int, meeting: str, replays: int, device: str = "cuda") -> 
         device = f"cuda:{rank}"
     torch.manual_seed(rank)
     home = SharedHome(symmetric_memory(group, device))
-    decode = Decode(home, device, form=Form("bfloat16", 384, 192), ranks=2)
+    decode = Decode(home, device, form=FORM, ranks=2)
     d, store = decode.device_experts, decode.store
     step = d.capture(decode.step).replay if cuda else decode.step
 

@@ -15,7 +15,7 @@ from moe_prefetch.kernels import move, plan, settle
 Change = tuple[str, str, str]  # kernel, text, what stands there instead
 FOLDERS = {"plan": plan, "move": move, "settle": settle}
 # Records of these tests are small: they still have pieces.
-SMALL: Change = ("move", "PIECE, TILE, WARPS = 256 << 10, 64 << 10, 16", "PIECE, TILE, WARPS = 4 << 10, 2 << 10, 4")
+SMALL: Change = ("move", "PIECE, TILE, WARPS = 512 << 10, 64 << 10, 16", "PIECE, TILE, WARPS = 4 << 10, 2 << 10, 4")
 _made: dict[tuple[Change, ...], ModuleType] = {}
 
 

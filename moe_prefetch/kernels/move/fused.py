@@ -16,7 +16,7 @@ from ..plan.naive import Tables
 from ..protocol import DONE, EXPERT_MASK, GENERATION_AT, MOVING, QUEUED, SLOT_AT, STATE_AT, STEP_AT
 
 # Bytes of a piece, of a tile of it, and warps of a program.
-PIECE, TILE, WARPS = 256 << 10, 64 << 10, 16
+PIECE, TILE, WARPS = 512 << 10, 64 << 10, 16
 C_EXPERT, C_GENERATION, C_SLOT, C_STEP = (tl.constexpr(x) for x in (EXPERT_MASK, GENERATION_AT, SLOT_AT, STEP_AT))
 C_QUEUED, C_MOVING, C_DONE = (tl.constexpr(x) for x in (QUEUED, MOVING, DONE))
 FILLING, READY = tl.constexpr(int(SlotState.FILLING) << STATE_AT), tl.constexpr(int(SlotState.READY) << STATE_AT)
