@@ -134,7 +134,7 @@ def _member(ranks: int, rank: int, how: str, deadline: float, delay: float, fold
             (folder / "struck").write_text(repr(time.perf_counter()))
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
-        took, begun = 0.0, 0.0
+        took, begun, looked, gap, noticed = 0.0, 0.0, time.perf_counter(), 0.0, 0.0
         if rank == ranks // 2:
             threading.Thread(target=strike, daemon=True).start()
         try:
@@ -149,11 +149,15 @@ def _member(ranks: int, rank: int, how: str, deadline: float, delay: float, fold
                     event = torch.cuda.Event()
                     event.record()
                 while not event.query():
+                    gap, looked = max(gap, time.perf_counter() - looked), time.perf_counter()
+                    noticed = noticed or (looked if int(gather._failed[0]) else 0.0)
                     gather.check()
                     time.sleep(1e-3)
+                looked = time.perf_counter()
                 gather.check()
         except MoEPrefetchError as e:
-            said = {"ranks": list(getattr(e, "ranks", ())), "at": time.perf_counter(), "said": str(e), "step": took}
+            said = {"ranks": list(getattr(e, "ranks", ())), "at": time.perf_counter(), "said": str(e), "step": took, "gap": gap,
+                    "noticed": noticed}
             (folder / f"new.{rank}").write_text(json.dumps(said))
             os.rename(folder / f"new.{rank}", folder / f"said.{rank}")
     except BaseException:  # noqa: BLE001
@@ -183,7 +187,7 @@ def fault(ranks: int, how: str, seed: int, a: argparse.Namespace, deadline: floa
             return [{"ranks": [], "after": float("inf"), "step": 0.0, "said": (lost or ["nothing"])[0]}]
         struck = float((folder / "struck").read_text())
         found = [json.loads((folder / f"said.{r}").read_text()) for r in survivors]
-        return [{**f, "after": f["at"] - struck} for f in found]
+        return [{**f, "after": f["at"] - struck, "noticed": f["noticed"] - struck} for f in found]
 
     return wait
 
@@ -272,9 +276,10 @@ def main() -> int:
         for how in trials:
             said = [s for wait in trials[how] for s in wait(a.limit)]
             # A rank is stopped while its GPU goes on with the step it has: waits begin when that is over.
-            bad = [f"{s['after']:.2f} s after, a step of {s['step']:.2f} s: {s['said']}" for s in said
+            bad = [f"{s['after']:.2f} s after (a step of {s['step']:.2f} s, told by the device after {s.get('noticed', 0):.2f} s, up to "
+                   f"{s.get('gap', 0):.2f} s between two looks): {s['said']}" for s in said
                    if s["ranks"] != [r // 2] or s["after"] > 2.2 + s["step"]]
-            tell(f"{name_of(r, False)}_{how}", not bad, bad[0] if bad else f"{len(said)} reports name rank {r // 2}, the last after "
+            tell(f"{name_of(r, False)}_{how}", not bad, " | ".join(bad) or f"{len(said)} reports name rank {r // 2}, the last after "
                  f"{max(s['after'] for s in said):.3f} s, steps of up to {max(s['step'] for s in said):.3f} s",
                  reports=(len(said), "reports"), last_after=(max(s["after"] for s in said), "s"))
     return 0 if fine else 1

@@ -13,6 +13,7 @@ ag_rs, ag_rs_packed NCCL all-gather and reduce-scatter, captured; rows, ids and 
 a2a_padded          NCCL all-to-all of static size, captured; a2a_eager: of exact sizes, which the host reads in between
 _r4                 ours with copies, four on each rank, of what its tokens choose most in these very calls: the best that a forecast can do
 layer_gain          the fastest of the captured baselines over gather; move_ratio: gather's way over ag_rs's, the faster of the two
+megatron_gain       the faster of Megatron-core's dispatchers over gather, where `benchmarks/dispatch_megatron.py` runs them; _kernel_gain
 
 Everything is checked first: each way's output for up to 16 tokens of each rank against the law in FP64. A way that is wrong gets no rows.
 On a CPU the same code runs over gloo with a small model, and says whether it is right: its times are no figures, so none are written.
@@ -301,6 +302,10 @@ def rows_of(case: str, found: dict[str, dict[str, Any]]) -> list[Row]:
         rows.append(Row(case, "layer_gain", min(base) / us["gather"], "x"))
     if "gather" in move and (base := [move[w] for w in ("ag_rs", "ag_rs_packed") if w in move]):
         rows.append(Row(case, "move_ratio", move["gather"] / min(base), "x"))
+    # Of another framework's layer: with its own experts, and with our kernel in their place.
+    for end in ("", "_kernel"):
+        if "gather" in us and (base := [us[w] for w in us if re.fullmatch(f"megatron_(allgather|alltoall){end}", w)]):
+            rows.append(Row(case, f"megatron{end}_gain", min(base) / us["gather"], "x"))
     return rows
 
 

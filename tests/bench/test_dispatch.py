@@ -103,7 +103,9 @@ class Done:
 
     def start(self) -> None:
         if self.rank == 0:
-            ways = {"gather": {"error": 1e-3, "us": 30.0, "move_us": 6.0}, "ag_rs": {"error": 2e-3, "us": 45.0, "move_us": 20.0},
+            ways = {"megatron_allgather": {"error": 1e-3, "us": 90.0}, "megatron_alltoall": {"error": 1e-3, "us": 75.0},
+                    "megatron_alltoall_kernel": {"error": 1e-3, "us": 60.0},
+                    "gather": {"error": 1e-3, "us": 30.0, "move_us": 6.0}, "ag_rs": {"error": 2e-3, "us": 45.0, "move_us": 20.0},
                     "ag_rs_packed": {"error": 2e-3, "us": 42.0, "move_us": 15.0}, "a2a_padded": {"fault": "RuntimeError: no"},
                     "host": {"error": 0.5}}
             with open(f"{self.folder}/found", "w") as f:
@@ -127,7 +129,9 @@ def test_rows_are_of_what_was_right_and_the_rest_is_named(monkeypatch, tmp_path,
     assert job.main(["--out", str(out), "--cases", "mixtral.*_t[12]_uniform"]) == 1
     rows = {r["metric"]: r for r in csv.DictReader(out.open())}
     assert rows.keys() == {"gather_us", "gather_move_us", "ag_rs_us", "ag_rs_move_us", "ag_rs_packed_us", "ag_rs_packed_move_us",
-                           "layer_gain", "move_ratio"}
+                           "layer_gain", "move_ratio", "megatron_gain", "megatron_kernel_gain", "megatron_allgather_us",
+                           "megatron_alltoall_us", "megatron_alltoall_kernel_us"}
+    assert float(rows["megatron_gain"]["value"]) == 2.5 and float(rows["megatron_kernel_gain"]["value"]) == 2.0
     assert float(rows["layer_gain"]["value"]) == pytest.approx(1.4) and float(rows["move_ratio"]["value"]) == pytest.approx(0.4)
     assert rows["gather_us"]["machine"] == "2x H200" and rows["gather_us"]["checked"] == "error 2.00e-03"
     said = capsys.readouterr().out
