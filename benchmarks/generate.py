@@ -1,16 +1,26 @@
-"""Time greedy `generate` of transformers models over our KV cache and over DynamicCache with SDPA; compare logits and tokens first.
+"""Time greedy `generate` of transformers models over our KV cache and over transformers' own, step by step and captured; compare first.
 
-usage: python benchmarks/generate.py --out ROWS.csv [--models smolmoe,qwen3moe] [--contexts 2048,8192,32768]
-           [--formats fp8,fp4-72,fp4-quality] [--batch 1,8] [--layers 12] [--tokens 96] [--repeats 3] [--prove] [--tensors] [--commit ID]
+usage: python benchmarks/generate.py --out ROWS.csv [--models smolmoe,qwen3moe] [--contexts 2048,8192,32768] [--batch 1,8]
+           [--formats fp8,fp4-72,fp4-quality] [--kinds dynamic,pages,graph] [--layers 12] [--tokens 96] [--repeats 3] [--prove]
+           [--commit ID]
 
 Models: `smolmoe` (its real weights), `qwen3moe` (random weights, the widths of Qwen3-30B-A3B, `--layers` of its 48), `tiny` (for a run
-without a GPU, which writes no rows). Before a case is timed, `STEPS` steps are run teacher-forced over DynamicCache, over decoded pages
-and over pages: attention over pages may be no farther (KL) from the same bytes decoded than these are from exact keys. A case that is
-writes no row. Times are between the ends of successive steps of `generate`, by events on the device: median, mean (pages are written
-once in `kv.settle` steps), and the prompt.
+without a GPU, which writes no rows). Kinds:
 
---prove    compare the fused encoder and `kv_take` with their laws here, byte by byte, and use those that are equal
---tensors  also time the cache over decoded tensors, which is what other attention implementations get
+dynamic    DynamicCache with SDPA, which all others are compared with
+pages      our cache, which grows, attention over pages
+tensors    the same over decoded tensors, which is what other attention implementations get
+static     transformers' StaticCache under our captured loop: FP16, SDPA
+compiled   transformers' StaticCache as `generate` runs it by itself (torch.compile)
+graph      our cache of fixed size under our captured loop
+
+Before a case is timed, `STEPS` steps are run teacher-forced. Over pages, growing or fixed, they may be no farther (KL) from the same bytes
+decoded than these are from exact keys; where decoding takes too long (beyond `DECODED` tokens) no farther from exact keys than three times
+what the format was where it was decoded. Captured steps must give the bits of the same steps run plainly, across the end of a page. A case
+that is wrong writes no row. Times are between the ends of successive steps of `generate`, by events on the device: median, mean, and the
+prompt.
+
+--prove    compare the fused encoder, `kv_take` and `kv_slide` with their laws here, byte by byte, and use those that are equal
 """
 
 from __future__ import annotations
@@ -23,20 +33,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from moe_prefetch.bench.rows import Row, append_rows, machine_name
 from moe_prefetch.config import KVConfig
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
+from moe_prefetch.integrations.transformers_graph import Decode, captured, step_of
 from moe_prefetch.kernels.kv_encode import op as encode_op
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.records import encode_naive, neutral_book, runs_for
+from moe_prefetch.kernels.kv_slide import op as slide_op
+from moe_prefetch.kernels.kv_slide.naive import Slide, slide_naive
 from moe_prefetch.kernels.kv_take import op as take_op
 from moe_prefetch.kernels.kv_take.naive import take_naive
 from moe_prefetch.kv.format import PAGE, PageLayout
 
 STEPS = 16  # compared
 SKIP = 8  # first steps of a run that are not timed
+DECODED = 16384  # tokens of all rows up to which a case is also compared with decoded tensors
+CAPTURED = ("static", "graph")
 FLOOR = 1e-3  # KL: what another order of sums in BF16 does, through a router's near-ties
 
 
@@ -96,44 +111,99 @@ def model_of(name: str, layers: int, device: str) -> Any:
     return model.to(device).eval()
 
 
-def make(model: Any, kind: str, stats: Any) -> Any:
-    """The cache of a kind (`dynamic`, a format, or a format and `_tensors`), and the attention that goes with it."""
-    if kind == "dynamic":
+def make(model: Any, kind: str, stats: Any, room: int) -> Any:
+    """The cache of a kind (`dynamic`, `static`, `compiled`, or FORMAT_KIND) for `room` tokens, and the attention that goes with it.
+    `decoded` is `graph` over decoded tensors."""
+    format, _, way = kind.rpartition("_")
+    if way in ("dynamic", "static", "compiled", "tensors", "decoded"):
         model.set_attn_implementation("sdpa")
-        return DynamicCache(config=model.config)
-    format, _, tensors = kind.partition("_")
-    if tensors:
-        model.set_attn_implementation("sdpa")
-    kv = KVConfig(format=format, attention="tensors" if tensors else "pages")
+    if not format:
+        return DynamicCache(config=model.config) if way == "dynamic" else StaticCache(config=model.config, max_cache_len=room)
     # Format fp16 is configured like any other here.
-    return make_cache(model, kv, stats)
+    kv = KVConfig(format=format, attention="tensors" if way in ("tensors", "decoded") else "pages")
+    return make_cache(model, kv, stats, max_length=room if way in ("graph", "decoded") else None)
 
 
-def forced(model: Any, kind: str, stats: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Log-probabilities [B, STEPS, V] of steps that are fed the given tokens."""
-    cache, out = make(model, kind, stats), []
-    with torch.no_grad():
+def forced(model: Any, cache: Any, ids: torch.Tensor, prompt: int, *, plain: bool = False) -> torch.Tensor:
+    """Log-probabilities [B, STEPS, V] of steps that are fed the given tokens; those of a cache of fixed size are captured, or `plain`."""
+    out, fixed = [], cache.get_max_length() > 0
+    with torch.no_grad(), model._optimize_model_for_decode():
         model(input_ids=ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
-        for at in range(prompt, prompt + STEPS):
-            out.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[:, -1].float().log_softmax(-1))
-    if kind != "dynamic":
-        want = "tensors" if kind.endswith("_tensors") else "pages"
-        assert all(x.attention == want for x in cache.layers if isinstance(x, PagedLayer)), [x.attention for x in cache.layers]
+        at = torch.full((len(ids), 1), prompt, device=ids.device)
+        inputs = {"input_ids": ids[:, :1], "position_ids": at, "past_key_values": cache, "logits_to_keep": 1}
+        step = Decode(model, inputs, None, ()) if fixed else None
+        if step is not None:
+            step.begin(inputs, None)
+            step.why = "to be compared with" if plain else step.why
+        for t in range(prompt, prompt + STEPS):
+            if step is not None:
+                logits = step.run(model, cache, ids[:, t])
+            else:
+                logits = model(input_ids=ids[:, t : t + 1], past_key_values=cache).logits[:, -1].float()
+            out.append(logits.log_softmax(-1))
+    if step is not None and not plain and ids.is_cuda:
+        assert step.replays == STEPS - 2, step.why
     return torch.stack(out, 1)
+
+
+def over(cache: Any) -> str:
+    """What attention read of a cache of ours."""
+    return ", ".join(sorted({x.attention for x in cache.layers if isinstance(x, PagedLayer)}))
+
+
+def check(
+    model: Any, kind: str, stats: Any, ids: torch.Tensor, context: int, exact: torch.Tensor, known: dict[str, float]
+) -> tuple[bool, str]:
+    """Whether a case may be timed, and what was compared. `known`: KL of each kind to exact keys where it was decoded."""
+    format, _, way = kind.rpartition("_")
+    if way in ("dynamic", "compiled"):
+        return True, "baseline"
+    decoded, said, fine, room = None, [], True, context + STEPS
+    if way in ("pages", "graph") and len(ids) * context <= DECODED:
+        same_bytes = make(model, f"{format}_{'tensors' if way == 'pages' else 'decoded'}", stats, room)
+        decoded = forced(model, same_bytes, ids, context, plain=True)
+    cache = make(model, kind, stats, room)
+    got = forced(model, cache, ids, context)
+    if format:
+        assert over(cache) == ("tensors" if way == "tensors" else "pages"), over(cache)
+    far = kl(exact, got)
+    if way == "static":
+        fine = far <= FLOOR
+        said.append(f"kl {far:.2e}")
+    elif decoded is not None:
+        off, known[kind] = kl(decoded, got), kl(exact, decoded)
+        fine = off <= max(FLOOR, known[kind])
+        said.append(f"kl {off:.2e} of pages, {known[kind]:.2e} of the format")
+    else:
+        fine = way == "tensors" or far <= max(FLOOR, 3 * known.get(kind, 0.0))
+        said.append(f"kl {far:.2e} of the format")
+    if way in CAPTURED:
+        layer, both = cache.layers[0], []
+        # A page is full after half of the steps.
+        stored = int(layer.static.stored[0]) - STEPS if isinstance(layer, PagedLayer) else 0
+        start = context - (stored + STEPS // 2) % PAGE
+        for plain in (True, False):
+            cache.reset()
+            both.append(forced(model, cache, ids, start, plain=plain))
+        same = torch.equal(*both)
+        fine &= same
+        said.append("captured steps have the bits of plain ones" if same else "CAPTURED STEPS DIFFER FROM PLAIN ONES")
+    return fine, "; ".join(said)
 
 
 def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def run(model: Any, kind: str, stats: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[float], dict[str, float]]:
-    """Tokens, milliseconds of prompt and steps, and memory of one greedy run."""
-    cuda = ids.device.type == "cuda"
+def run(
+    model: Any, kind: str, cache: Any, ids: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, list[float], dict[str, float]]:
+    """Tokens, milliseconds of prompt and steps, and memory of one greedy run over an empty cache."""
+    cuda, way = ids.device.type == "cuda", kind.rpartition("_")[2]
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    cache, ticks = make(model, kind, stats), Ticks(ids.device)
+    ticks = Ticks(ids.device)
     with torch.no_grad():
         out = model.generate(
             ids,
@@ -142,11 +212,15 @@ def run(model: Any, kind: str, stats: Any, ids: torch.Tensor, tokens: int) -> tu
             max_new_tokens=tokens,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([ticks]),
+            **({"custom_generate": captured} if way in CAPTURED else {}),
         )
-    held = cache.held_bytes() if kind != "dynamic" else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    theirs = kind in ("dynamic", "static", "compiled")
+    held = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers) if theirs else cache.held_bytes()
     memory = {"kv_mib": held / 2**20}
     if cuda:
         memory["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        step = step_of(cache)
+        assert way not in CAPTURED or (step is not None and step.replays), "steps were not captured"
     return out[:, ids.shape[1] :], ticks.ms(), memory
 
 
@@ -184,7 +258,41 @@ def prove(layout: PageLayout, heads: int, device: torch.device) -> str:
             sides.append((*buffers, counts))
         same &= all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
     take_op.PROVEN = same
-    return "; ".join([*said, f"kv_take.fused {'writes' if same else 'DOES NOT WRITE'} the law's bytes"])
+    said.append(f"kv_take.fused {'writes' if same else 'DOES NOT WRITE'} the law's bytes")
+    slide_op.PROVEN = same = slides_alike(layout, heads, device)
+    return "; ".join([*said, f"kv_slide.fused {'writes' if same else 'DOES NOT WRITE'} the law's bytes"])
+
+
+def slides_alike(layout: PageLayout, heads: int, device: torch.device) -> bool:
+    """Whether the fused step of a cache of fixed size writes what its law writes, from an empty row on across pages and settle edges."""
+    from moe_prefetch.kernels.kv_slide import fused
+
+    B, window, draft, sinks, pages = 3, 64, 8, 4, 4
+    half = lambda *shape: torch.zeros(*shape, dtype=torch.float16, device=device)  # noqa: E731
+    sides = []
+    for slide in (slide_naive, fused.slide):
+        s = Slide(
+            half(B, heads, window + 2 * draft, layout.k_dim), half(B, heads, window + 2 * draft, layout.v_dim),
+            half(B * heads * sinks + 1, layout.k_dim), half(B * heads * sinks + 1, layout.v_dim),
+            torch.full((B * (pages + 1), heads, layout.page_bytes), 7, dtype=torch.uint8, device=device),
+            empty_pages(1, heads, layout, device), torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages),
+            torch.arange(B * pages, B * (pages + 1), device=device),
+            torch.tensor([0, 60, 190], device=device), torch.tensor([0, 0, 120], device=device),
+            torch.zeros(3, B, dtype=torch.int32, device=device),
+        )  # fmt: skip
+        g, seen = torch.Generator(device).manual_seed(5), []
+        for n in range(40):
+            T = (1, 1, 1, 3, 8)[n % 5]
+            shapes = ((B, T, heads, d) for d in (layout.k_dim, layout.v_dim))
+            k, v = (torch.randn(x, device=device, generator=g).mul_(2e4).bfloat16().transpose(1, 2) for x in shapes)
+            k[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
+            out = [half(T, B, heads, layout.k_dim), half(T, B, heads, layout.v_dim)]
+            runs = torch.zeros(T, B, 4, dtype=torch.int32, device=device)
+            slide(s, *out, runs, k, v, window)
+            seen += [*out, runs, s.now_3B.clone()]
+        s.sink_k[-1], s.sink_v[-1] = 0, 0
+        sides.append([*s, *seen])
+    return all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
 
 
 def main() -> int:
@@ -194,11 +302,11 @@ def main() -> int:
     ap.add_argument("--contexts", default="2048,8192,32768")
     ap.add_argument("--formats", default="fp8,fp4-72,fp4-quality")
     ap.add_argument("--batch", default="1,8")
+    ap.add_argument("--kinds", default="dynamic,pages,graph")
     ap.add_argument("--layers", type=int, default=12)
     ap.add_argument("--tokens", type=int, default=96)
     ap.add_argument("--repeats", type=int, default=3)
     ap.add_argument("--prove", action="store_true")
-    ap.add_argument("--tensors", action="store_true")
     ap.add_argument("--commit", default="unknown")
     a = ap.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,30 +321,34 @@ def main() -> int:
         stats = calibrate(model, ids_of(4, 512))
         if a.prove and device == "cuda":
             for format in a.formats.split(","):
-                layer = make(model, format, stats).layers[0]
+                layer = make(model, f"{format}_pages", stats, 0).layers[0]
                 text = model.config.get_text_config()
                 dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
                 print(f"{format}: {prove(layer.layout(dim, dim), text.num_key_value_heads, torch.device(device))}", flush=True)
+        known: dict[str, float] = {}
+        ways = a.kinds.split(",")
+        kinds = [w for w in ("dynamic", "static", "compiled") if w in ways]
+        kinds += [f"{f}_{w}" for f in a.formats.split(",") for w in ("tensors", "pages", "graph") if w in ways]
         for context in map(int, a.contexts.split(",")):
             for batch in map(int, a.batch.split(",")):
                 ids = ids_of(batch, context + STEPS)
-                exact = forced(model, "dynamic", stats, ids, context)
+                exact = forced(model, make(model, "dynamic", stats, 0), ids, context)
                 base: tuple[torch.Tensor, float] | None = None
-                kinds = ["dynamic", *(f + end for f in a.formats.split(",") for end in ("", "_tensors") if not end or a.tensors)]
                 for kind in kinds:
-                    format, checked = kind.removesuffix("_tensors"), "baseline"
-                    if kind != "dynamic":
-                        decoded = forced(model, f"{format}_tensors", stats, ids, context)
-                        off, of_format = kl(decoded, forced(model, format, stats, ids, context)), kl(exact, decoded)
-                        checked = f"kl {off:.2e} of pages, {of_format:.2e} of the format"
-                        if not off <= max(FLOOR, of_format):
-                            print(f"{name} t{context} b{batch} {kind}: {checked}: wrong, no row", flush=True)
-                            continue
-                    # The first run compiles.
-                    runs = [run(model, kind, stats, ids[:, :context], a.tokens) for _ in range(a.repeats + 1)][1:]
-                    steps = [ms for _, times, _ in runs for ms in times[1 + SKIP :]]
+                    torch.cuda.empty_cache()
+                    fine, checked = check(model, kind, stats, ids, context, exact, known)
+                    if not fine:
+                        print(f"{name} t{context} b{batch} {kind}: {checked}: wrong, no row", flush=True)
+                        continue
+                    # The first run compiles and captures; what has a fixed size is used again.
+                    cache, runs = None, []
+                    for _ in range(a.repeats + 1):
+                        cache = cache if cache is not None and cache.get_max_length() > 0 else make(model, kind, stats, context + a.tokens)
+                        cache.reset() if cache.get_max_length() > 0 else None
+                        runs.append(run(model, kind, cache, ids[:, :context], a.tokens))
+                    steps = [ms for _, times, _ in runs[1:] for ms in times[1 + SKIP :]]
                     p50, mean = statistics.median(steps), statistics.mean(steps)
-                    prompt, memory = statistics.median(times[0] for _, times, _ in runs), runs[-1][2]
+                    prompt, memory = statistics.median(times[0] for _, times, _ in runs[1:]), runs[-1][2]
                     base = base or (runs[-1][0], p50)
                     same = float((runs[-1][0] == base[0]).float().mean())
                     case = f"{name}{a.layers if name == 'qwen3moe' else ''}_t{context}_b{batch}_{kind}"

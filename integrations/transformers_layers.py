@@ -221,7 +221,8 @@ class StaticPagedLayer(PagedLayer):
             return hold(Step(store, (key_states, value_states), self._note))
         prompt = store.empty and key_states.shape[2] > store.draft
         if prompt:
-            k, v = store.gather(key_states.dtype)
+            # What `gather` gives of an empty store.
+            k, v = (x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (both[0], both[0] if self.latent else both[1]))
             store.prefill(*both)
         else:
             store.append(*both)

@@ -10,15 +10,13 @@ import torch
 
 from ..errors import CacheError, ConfigError, ShapeError
 from ..kernels.kv_attend.op import kv_attend
-from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
+from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, runs_for
+from ..kernels.kv_slide.naive import Slide, fp16, tell_naive
+from ..kernels.kv_slide.op import kv_slide
 from .basis import Basis
 from .format import PAGE, PageLayout
-
-
-def _fp16(x: torch.Tensor) -> torch.Tensor:
-    return x.float().nan_to_num(0.0, FP16_MAX, -FP16_MAX).clamp(-FP16_MAX, FP16_MAX).half()
 
 
 class StaticStore:
@@ -54,16 +52,21 @@ class StaticStore:
         self.blank = empty_pages(1, heads, layout, device)
         self.table = torch.arange(batch * per_row, dtype=torch.int32, device=device).reshape(batch, per_row)
         self.scratch = torch.arange(batch * per_row, batch * (per_row + 1), device=device)
-        self.rows = torch.arange(batch, device=device)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.known = 0  # the length as far as the host has counted: a replayed graph adds and crops without it
         self.stored = torch.zeros(batch, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         k_dim, v_dim = layout.k_dim + layout.rope, layout.v_dim
         half = lambda n, d: torch.zeros(batch, heads, n, d, dtype=torch.float16, device=device)  # noqa: E731
-        # One sink more: later tokens land there.
-        self.sink_k, self.sink_v = half(sinks + 1, k_dim), half(sinks + 1, v_dim)
+        # One row more: what is no sink lands there.
+        self._sinks = [torch.zeros(batch * heads * sinks + 1, d, dtype=torch.float16, device=device) for d in (k_dim, v_dim)]
+        self.sink_k, self.sink_v = (x[:-1].view(batch, heads, sinks, x.shape[1]) for x in self._sinks)
         self.recent_k, self.recent_v = half(self.ring, k_dim), half(self.ring, v_dim)
+        self.now = torch.zeros(3, batch, dtype=torch.int32, device=device)
+        self._queries = {t: torch.full((batch,), t, dtype=torch.int32, device=device) for t in range(1, draft + 1)}
+        self._slide = Slide(self.recent_k, self.recent_v, *self._sinks, self.pool, self.blank, self.table, self.scratch, self.length,
+                            self.stored, self.now)  # fmt: skip
+        tell_naive(self._slide)
         self.empty = True
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
@@ -77,16 +80,9 @@ class StaticStore:
             )
         if not torch.compiler.is_compiling():
             self._count(T)
-        for _ in range(T):
-            self._settle_one()
-        k, v = _fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), _fp16(v_BNTd)
-        at = self.length[:, None] + torch.arange(T, device=self.length.device)
-        row = self.rows[:, None].expand_as(at)
-        for sink, recent, x in ((self.sink_k, self.recent_k, k), (self.sink_v, self.recent_v, v)):
-            x = x.transpose(1, 2)
-            sink[row, :, at.clamp(max=self.sinks)] = x
-            recent[row, :, at % self.ring] = x
-        self.length.add_(T)
+        k = k_BNTd if self.basis is None else self.basis.keys(k_BNTd)
+        for leaving in zip(*kv_slide(self._slide, k, v_BNTd, self.window), strict=True):
+            self.counts.add_(kv_encode(self.pool, *leaving, self.book, self.layout, most=1))
         self.empty = False
 
     def _tokens(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> int:
@@ -116,18 +112,6 @@ class StaticStore:
                 )
         self.known += more
 
-    def _settle_one(self) -> None:
-        at = self.stored + self.sinks
-        due = at < self.length - self.window
-        slot = torch.where(due, self.stored % PAGE, 0)
-        page = torch.where(due, self.table[self.rows, (self.stored // PAGE).clamp(max=self.table.shape[1] - 1)].long(), self.scratch)
-        opened = (slot == 0)[:, None, None]
-        self.pool.index_copy_(0, page, torch.where(opened, self.blank, self.pool[page]))
-        k, v = (x[self.rows, :, at % self.ring] for x in (self.recent_k, self.recent_v))
-        runs = torch.stack([page, slot, self.rows, torch.ones_like(page)], 1).to(torch.int32)
-        self.counts.add_(kv_encode(self.pool, k, v, runs, self.book, self.layout, most=1))
-        self.stored.add_(due)
-
     def prefill(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         """Take a prompt into an empty cache. Raises CacheError when it does not fit or the cache is not empty, ShapeError as `append`."""
         T = self._tokens(k_BNTd, v_BNTd)
@@ -138,7 +122,7 @@ class StaticStore:
                 expected=f"an empty cache and at most {self.max_tokens}",
                 do="reset the cache, or make it larger",
             )
-        k, v = _fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), _fp16(v_BNTd)
+        k, v = fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), fp16(v_BNTd)
         n = min(T, self.sinks)
         self.sink_k[:, :, :n], self.sink_v[:, :, :n] = k[:, :, :n], v[:, :, :n]
         stored = max(0, T - self.sinks - self.window)
@@ -155,6 +139,7 @@ class StaticStore:
         self.length.fill_(T)
         self.known = T
         self.stored.fill_(stored)
+        tell_naive(self._slide)
         self.empty = False
 
     def gather(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +157,8 @@ class StaticStore:
             page = page.unflatten(0, (self.batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, at]
             in_page = (pos < self.sinks + self.stored[:, None])[:, None, :, None]
             x = torch.where(in_page, page, recent[:, :, pos % self.ring, :d].float())
-            x = torch.where((pos < self.sinks)[:, None], sink[:, :, pos.clamp(max=self.sinks), :d].float(), x)
+            if self.sinks:
+                x = torch.where((pos < self.sinks)[:, None], sink[:, :, pos.clamp(max=self.sinks - 1), :d].float(), x)
             out.append(torch.where((pos < self.length[:, None])[:, None, :, None], x, 0.0))
         k = out[0] if self.basis is None else self.basis.restore(out[0])
         return k.to(dtype), out[1].to(dtype)
@@ -181,20 +167,19 @@ class StaticStore:
         self, q_BHTd: torch.Tensor, *, scale: float, sliding: int = 0, softcap: float = 0.0, sink_H: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of the T tokens appended last; see `moe_prefetch.kv.attention.attend`."""
-        int32 = lambda x: x.to(torch.int32)  # noqa: E731
-        queries = torch.full_like(self.length, q_BHTd.shape[2])
+        stored, length, first = self.now
         return kv_attend(
             q_BHTd if self.basis is None else self.basis.queries(q_BHTd),
-            int32(queries),
+            self._queries[q_BHTd.shape[2]],
             self.pool,
             self.table,
-            int32(self.stored),
-            int32(self.length),
-            self.sink_k[:, :, : self.sinks],
-            self.sink_v[:, :, : self.sinks],
+            stored,
+            length,
+            self.sink_k,
+            self.sink_v,
             self.recent_k,
             self.recent_v,
-            int32((self.stored + self.sinks) % self.ring),
+            first,
             self.book,
             self.layout,
             scale=scale,
@@ -211,6 +196,7 @@ class StaticStore:
         self.length.sub_(count).clamp_(min=0)
         self.known = max(0, self.known - count)
         self.stored.copy_(torch.minimum(self.stored, (self.length - self.sinks).clamp(min=0)))
+        tell_naive(self._slide)
 
     def reset(self) -> None:
         """Forget every token; addresses stay."""
@@ -218,12 +204,12 @@ class StaticStore:
         self.length.zero_()
         self.known = 0
         self.stored.zero_()
+        tell_naive(self._slide)
         self.empty = True
 
     def held_bytes(self) -> int:
         """Bytes of every storage that its rows have; codebook and basis apart (`book_bytes`)."""
-        tensors = (self.pool, self.blank, self.table, self.sink_k, self.sink_v, self.recent_k, self.recent_v, self.length, self.stored)
-        return sum(t.untyped_storage().nbytes() for t in tensors)
+        return sum(t.untyped_storage().nbytes() for t in self._slide)
 
     def book_bytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for t in (*self.book, *(self.basis or ())))
