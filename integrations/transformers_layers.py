@@ -219,10 +219,12 @@ class StaticPagedLayer(PagedLayer):
         if not store.empty and key_states.shape[2] <= store.draft and self._direct(key_states):
             store.append(*both)
             return hold(Step(store, (key_states, value_states), self._note))
-        prompt = store.empty and key_states.shape[2] > store.draft
-        if prompt:
-            # What `gather` gives of an empty store.
-            k, v = (x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (both[0], both[0] if self.latent else both[1]))
+        if key_states.shape[2] > store.draft:
+            if store.empty:
+                # What `gather` gives of an empty store.
+                k, v = (x.new_zeros(*x.shape[:2], self.max_length, x.shape[3]) for x in (both[0], both[0] if self.latent else both[1]))
+            else:
+                k, v = store.gather(key_states.dtype)
             store.prefill(*both)
         else:
             store.append(*both)

@@ -1,7 +1,7 @@
 """A layer's KV cache of fixed size whose every step runs on the device: no allocation kept, no host read, so that a graph can capture it.
 
 The same pages, sinks and window as `LayerStore`; rows have equal lengths, pages are not shared. Between `window` and `window + draft`
-tokens are in FP16. A prompt is taken by `prefill`, outside a graph; steps of up to `draft` tokens by `append`.
+tokens are in FP16. A prompt, or more of it, is taken by `prefill`, outside a graph; steps of up to `draft` tokens by `append`.
 """
 
 from __future__ import annotations
@@ -113,31 +113,39 @@ class StaticStore:
         self.known += more
 
     def prefill(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
-        """Take a prompt into an empty cache. Raises CacheError when it does not fit or the cache is not empty, ShapeError as `append`."""
+        """Take a prompt, or more of one: any number of tokens, outside a graph. Where some are there the host reads how many. Raises
+        CacheError when they do not fit, ShapeError as `append`."""
         T = self._tokens(k_BNTd, v_BNTd)
-        if not self.empty or T > self.max_tokens:
+        first, held = (0, 0) if self.empty else torch.stack([self.length[0], self.stored[0]]).tolist()
+        length = first + T
+        if length > self.max_tokens:
             raise CacheError(
-                f"a prompt of {T} tokens",
+                f"{T} tokens more than the {first} that are there",
                 where="static KV cache",
-                expected=f"an empty cache and at most {self.max_tokens}",
-                do="reset the cache, or make it larger",
+                expected=f"at most {self.max_tokens} in all",
+                do="make the cache longer (make_cache(max_length=)), or reset it",
             )
         k, v = fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), fp16(v_BNTd)
-        n = min(T, self.sinks)
-        self.sink_k[:, :, :n], self.sink_v[:, :, :n] = k[:, :, :n], v[:, :, :n]
-        stored = max(0, T - self.sinks - self.window)
-        if stored:
-            runs = [r for b in range(self.batch) for r in runs_for(self.table[b].tolist(), 0, stored, b * T + self.sinks)]
-            flat = lambda x: x.transpose(1, 2).flatten(0, 1)  # noqa: E731
-            self.counts.add_(
-                kv_encode(
-                    self.pool, flat(k), flat(v), torch.tensor(runs, dtype=torch.int32, device=self.pool.device), self.book, self.layout
-                )
-            )
+        if first < self.sinks:
+            n = min(length, self.sinks) - first
+            self.sink_k[:, :, first : first + n], self.sink_v[:, :, first : first + n] = k[:, :, :n], v[:, :, :n]
+        stored = max(held, length - self.sinks - self.window)
+        if stored > held:
+            # From the oldest token in the window on, where there is one.
+            oldest = min(held + self.sinks, first)
+            window = torch.arange(oldest, first, device=self.pool.device) % self.ring
+            every = [torch.cat([old[:, :, window], new], 2) for old, new in ((self.recent_k, k), (self.recent_v, v))]
+            rows, skip = length - oldest, held + self.sinks - oldest
+            runs = [r for b in range(self.batch) for r in runs_for(self.table[b].tolist(), held, stored - held, b * rows + skip)]
+            self.pool[self.table[:, -(-held // PAGE) : -(-stored // PAGE)].flatten()] = self.blank
+            flat = [x.transpose(1, 2).flatten(0, 1) for x in every]
+            where = torch.tensor(runs, dtype=torch.int32, device=self.pool.device)
+            self.counts.add_(kv_encode(self.pool, *flat, where, self.book, self.layout))
         last = torch.arange(max(0, T - self.ring), T, device=self.pool.device)
-        self.recent_k[:, :, last % self.ring], self.recent_v[:, :, last % self.ring] = k[:, :, last], v[:, :, last]
-        self.length.fill_(T)
-        self.known = T
+        for ring, x in ((self.recent_k, k), (self.recent_v, v)):
+            ring[:, :, (first + last) % self.ring] = x[:, :, last]
+        self.length.fill_(length)
+        self.known = length
         self.stored.fill_(stored)
         tell_naive(self._slide)
         self.empty = False

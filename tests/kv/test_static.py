@@ -45,6 +45,30 @@ def test_steps_equal_the_paged_store(name: str, prompt: int) -> None:
         assert torch.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunks", [(3, 20, 40), (2, 9, 1, 150), (9, 1, 9, 130, 70), (160, 1, 1, 100), (147, 1, 129), (5, 5, 40)])
+@pytest.mark.parametrize("name", ["fp8", "fp4-quality"])
+def test_more_of_a_prompt_equals_the_paged_store(name: str, chunks: tuple[int, ...]) -> None:
+    """Chunks of any length at any place: across sinks, window and pages; what lies there before they come must not matter."""
+    static, paged = pair(name)
+    total = sum(chunks)
+    k, v = tokens(total + 30, 2, 64, 2), tokens(total + 30, 2, 64, 2, seed=1)
+    loud = torch.full((2, 2, total, 64), 6e4)
+    static.prefill(loud, loud)
+    static.reset()
+    static.pool.fill_(0x55)
+    at = 0
+    for n in (*chunks, *[1] * 30):
+        part = k[:, :, at : at + n], v[:, :, at : at + n]
+        static.prefill(*part) if n > 1 else static.append(*part)
+        paged.append(*part)
+        at += n
+    for got, want in zip(static.gather(), paged.gather(), strict=True):
+        assert torch.equal(got[:, :, :at], want) and bool((got[:, :, at:] == 0).all())
+    assert static.known == at == int(static.length[0]) and int(static.stored[0]) == at - 4 - 16 - 1
+    with pytest.raises(CacheError, match=f"more than the {at}"):
+        static.prefill(*(tokens(421 - at, 2, 64, 2),) * 2)
+
+
 def test_a_rejected_draft_leaves_no_trace() -> None:
     static, plain = pair("fp4-quality")[0], pair("fp4-quality")[0]
     k = tokens(200, 2, 64, 2)

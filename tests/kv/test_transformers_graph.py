@@ -118,6 +118,21 @@ def test_the_next_generate_uses_the_same_step(case, way: str) -> None:
     assert gone() is None, "a step goes with its cache"
 
 
+@pytest.mark.parametrize("kind", ["static", "fp8", "fp4-quality"])
+def test_a_conversation_goes_on_in_the_same_cache(case, way: str, kind: str) -> None:
+    """The second turn brings what is new; its first step is the graph's."""
+    model, said = case[0], []
+    for kw in ({"disable_compile": True}, {"custom_generate": captured}):
+        cache, talk = cache_of(case, kind), models.ids(40, 2).to(DEVICE)
+        for turn in range(3):
+            talk = models.generate(model, talk, cache, 9, **kw)
+            talk = torch.cat([talk, models.ids(20, 2, seed=turn).to(DEVICE)], 1)
+        said.append(talk)
+    assert torch.equal(*said) and lengths(cache) == {40 + 9 + 20 + 9 + 20 + 8}
+    step = step_of(cache)
+    assert step.plain_steps + step.replays == 24 and (step.replays == 22) == (way != "plain")
+
+
 def test_another_model_attention_or_address_takes_another_step(case, way: str) -> None:
     model, _ = case
     cache, prompt = cache_of(case, "fp8"), models.ids(40).to(DEVICE)
