@@ -1,4 +1,4 @@
-"""A step's experts without the host: forecast, plan, move, publish and compute, enqueued on two streams and fit for one CUDA graph.
+"""A step's experts without the host: forecast, plan, move, publish and compute, enqueued on three streams and fit for one CUDA graph.
 
 `DeviceExperts` owns the words of one GPU (`kernels/protocol.py`), its slots and its ledger. For each layer its caller says what a tap
 expects (`moe_input`, or `forecast` with probabilities of its own) and what the router has chosen (`experts`), and after the last layer
@@ -9,8 +9,8 @@ Layer L is planned once a step: from the tap two layers before; the first two af
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,9 @@ class DeviceExperts:
         # Taps follow each other, so they share the largest scratch.
         self._scratch = max((scratch_for(tokens, tap) for tap in taps if tap is not None), key=torch.numel, default=None)
         self._chosen_E, self._unknown, self._tokens = i32(experts), i32(HORIZON, experts) - 1, tokens
-        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Movers have one stream, plans another: beside them compute goes on, and a plan does not wait for a mover.
+        self._side, self._plans = ((torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None))
+        self._pending: list[tuple[int, Any, torch.Tensor]] = []
 
     # a step ---------------------------------------------------------------------------------------------------------
     def moe_input(self, layer: int, hidden_TD: torch.Tensor, past_TD: torch.Tensor | None = None) -> None:
@@ -137,12 +139,14 @@ class DeviceExperts:
     def forecast(self, layer: int, prob_HE: torch.Tensor) -> None:
         """What is expected of the layers after `layer`, int32 [1 or 2, E]; a negative first number in a row: nothing is known.
 
-        The layer two ahead is planned and its moves begin; moves of the next one that no longer pay are taken back. Raises ShapeError.
+        The layer two ahead is planned and its moves begin; moves of the next one that no longer pay are taken back: beside this
+        layer, so `prob_HE` is to stay as it is until the next one's `experts` has been called. Raises ShapeError.
         """
-        if len(prob_HE) > 1 and layer + HORIZON < self.layers:
-            self._plan(layer + HORIZON, prob_HE[1:2], 0)
         if layer + 1 < self.layers:
-            withdraw(self.tables, layer + 1, prob_HE[0], COSTS.waste)
+            with self._planning(layer + 1, prob_HE):
+                if len(prob_HE) > 1 and layer + HORIZON < self.layers:
+                    self._plan(layer + HORIZON, prob_HE[1:2], 0)
+                withdraw(self.tables, layer + 1, prob_HE[0], COSTS.waste)
 
     def warm(self, layer: int, prob_E: torch.Tensor, nbytes: int = WARM) -> None:
         """Ask for what is expected of `layer` and lies in this memory, up to `nbytes` of it, into L2: before the layer's attention."""
@@ -152,6 +156,7 @@ class DeviceExperts:
                 alpha: float = 1.0) -> torch.Tensor:
         """The layer's weighted sum, [T, D], from wherever its records are; arguments as in `expert_mlp`. Raises ShapeError."""
         t, ids_TK = self.tables, ids_TK.to(torch.int64).contiguous()
+        self._planned(layer)
         settle(t, layer, ids_TK, self.ledger_LC)
         if ids_TK.numel():
             records = () if self._side else self.records(layer)
@@ -160,8 +165,27 @@ class DeviceExperts:
         else:
             out_TD = torch.zeros_like(hidden_TD)
         if layer < HORIZON:
-            self._plan(layer, self.next_NE[layer : layer + 1], 1)
+            with self._planning(self.layers, self.next_NE):
+                self._plan(layer, self.next_NE[layer : layer + 1], 1)
         return out_TD
+
+    @contextmanager
+    def _planning(self, first: int, said: torch.Tensor) -> Iterator[None]:
+        """What is enqueued here sees all that was before; `settle` of layer `first` and later ones see it. `said` is kept until then."""
+        if not self._plans:
+            yield
+            return
+        self._plans.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._plans):
+            yield
+        self._pending.append((first, self._plans.record_event(), said))
+
+    def _planned(self, layer: int) -> None:
+        """What is enqueued after this sees all plans that `layer` depends on."""
+        for first, event, _ in self._pending:
+            if first <= layer:
+                torch.cuda.current_stream(self._device).wait_event(event)
+        self._pending = [p for p in self._pending if p[0] > layer]
 
     def _plan(self, layer: int, prob_1E: torch.Tensor, ahead: int) -> None:
         t, records = self.tables, ()
@@ -183,6 +207,7 @@ class DeviceExperts:
 
     def join(self) -> None:
         """What is enqueued after this sees no mover at work: before anything else that reads or writes slots."""
+        self._planned(self.layers)
         if self._side:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
 

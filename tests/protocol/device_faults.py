@@ -84,6 +84,18 @@ def two_steps_one_join(fault: Fault, broken: bool) -> list[int]:
     return scene.run(30, steps)
 
 
+class SettlesEarly(DeviceExperts):
+    """A layer does not wait for what is planned of it."""
+
+    def _planned(self, layer: int) -> None:
+        if layer >= self.layers:
+            super()._planned(layer)
+
+
+def settled_early(fault: Fault, broken: bool) -> list[int]:
+    return Scene(hold_ns=40_000, kind=SettlesEarly if broken else DeviceExperts, **fault.scene).run(400)
+
+
 def one(d: DeviceExperts, expert: int) -> torch.Tensor:
     prob = torch.zeros(1, d.tables.where_LE.shape[1], dtype=torch.int32, device="cuda")
     prob[0, expert] = PROB_ONE
@@ -290,6 +302,7 @@ FAULTS: dict[str, Fault] = {
     "two_claimants": Fault(
         CLAIMANTS, (HELD_AT_START,), (("settle", TAKEN_BACK, TAKEN_BACK.replace("tag, on,", "tag, on & (expert < 0),")),)),
     "missing_join": Fault(FILLING, (put("move", TARGET, after="            hold(300000)\n"),), run=two_steps_one_join),
+    "settled_before_its_plan": Fault(CLAIMANTS, (put("plan", REHOME, before="    maybe(200000)\n"),), (), {"mode": 0}, settled_early),
     "stale_generation": Fault(WORD, (put("move", LAST, after="                    hold(20000000)\n"),),
                               (("move", STILL, STILL.replace("== filling", "!= -1")),), run=outlived),
     "cancelled_move_that_publishes": Fault(

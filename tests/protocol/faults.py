@@ -170,6 +170,7 @@ FAULTS: dict[str, tuple[Callable[[Protocol], Scenario], Protocol, str]] = {
     "filling_slot_replanned": (filling, replace(GOOD, plans_filling=True), "right bytes|leased slot|stale mover"),
     "two_claimants": (swap(**MISS), replace(GOOD, settle=settle_without_claims), "one claimant"),
     "missing_join": (swap(), replace(GOOD, join=False), "right bytes|leased slot|stale mover|cancelled mover|somebody can go on"),
+    "settled_before_its_plan": (swap(), replace(GOOD, wait=False), "right bytes|leased slot|one claimant|somebody can go on"),
     "stale_generation": (outlived, replace(GOOD, publish=publish_anyhow), "stale mover|right bytes"),
     "weights_through_l1": (swap(copiers=1), replace(GOOD, read=read_as(Read, StaleRead)), "right bytes"),
     "entry_through_l1": (swap(**{**AGAIN, "copiers": 1}), replace(GOOD, read=read_as(Acquire, StaleLoad)), "right bytes|leased slot"),

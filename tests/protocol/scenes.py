@@ -29,6 +29,7 @@ class Protocol:
     read: Callable[..., Actor] = protocol.read
     update: Callable[..., Actor] = protocol.update
     join: bool = True
+    wait: bool = True
     plans_filling: bool = False
 
 
@@ -57,7 +58,10 @@ def first(*moves: tuple[int, int]) -> Callable[[tuple[int, ...]], list[Moves]]:
 
 @dataclass
 class Stream:
-    """Builds the graph of one rank: what the compute stream and the side stream have launched last."""
+    """Builds the graph of one rank: what its streams have launched last: compute, movers (`side`), and plans beside compute.
+
+    `pending`: plans that compute has not waited for yet, with the (step, layer) whose `settle` must.
+    """
 
     scene: Scenario
     d: Device
@@ -66,16 +70,23 @@ class Stream:
     readers: int = 2
     compute: frozenset[int] = frozenset()
     side: frozenset[int] = frozenset()
+    plans: frozenset[int] = frozenset()
+    pending: tuple[tuple[tuple[int, int], frozenset[int]], ...] = ()
     epoch: int = 0
 
     def _launch(self, name: str, actor: Callable[..., Actor], layer: int, step: int, *more: Any, **node: Any) -> int:
         d = self.d
-        return self.scene.add(f"{name} {step} {layer}", lambda: actor(d, layer, step, *more), self.compute, rank=d.rank, step=step,
+        after = node.pop("after", self.compute)
+        return self.scene.add(f"{name} {step} {layer}", lambda: actor(d, layer, step, *more), after, rank=d.rank, step=step,
                               epoch=self.epoch, **node)
 
+    def _beside(self, name: str, actor: Callable[..., Actor], layer: int, step: int, *more: Any, **node: Any) -> None:
+        self.plans = frozenset([self._launch(name, actor, layer, step, *more, after=self.compute | self.plans, **node)])
+        self.pending += (((step, layer), self.plans),)
+
     def plan(self, layer: int, step: int, picks: Callable[[tuple[int, ...]], list[Moves]]) -> None:
-        self.compute = frozenset([self._launch("plan", self.p.plan, layer, step, picks=picks)])
-        before = self.compute | self.side
+        self._beside("plan", self.p.plan, layer, step, picks=picks)
+        before = self.plans | self.side
         d, move = self.d, self.p.move
         numbered = move is not protocol.move
         self.side = frozenset(
@@ -85,9 +96,15 @@ class Stream:
             self.scene.twins.append(tuple(sorted(self.side)))
 
     def cancel(self, layer: int, step: int, worthless: Iterable[int]) -> None:
-        self.compute = frozenset([self._launch("cancel", self.p.cancel, layer, step, tuple(worthless))])
+        self._beside("cancel", self.p.cancel, layer, step, tuple(worthless))
+
+    def planned(self, step: int, layer: int) -> None:
+        """What is launched on compute from now on sees the plans that this layer depends on."""
+        self.compute = self.compute.union(*(nodes for at, nodes in self.pending if self.p.wait and at <= (step, layer)))
+        self.pending = tuple(x for x in self.pending if x[0] > (step, layer))
 
     def layer(self, layer: int, step: int, demanded: Iterable[int]) -> None:
+        self.planned(step, layer)
         self.compute = frozenset([self._launch("settle", self.p.settle, layer, step, tuple(demanded))])
         d, read = self.d, self.p.read
         # With nothing to read the stream goes on from `settle`.
@@ -95,8 +112,9 @@ class Stream:
             self.scene.add(f"read {step} {layer} {e} #{n}", lambda e=e: read(d, layer, e), self.compute, rank=d.rank, step=step,
                            epoch=self.epoch, sm=n) for e in demanded for n in range(self.readers)) or self.compute
 
-    def join(self) -> None:
+    def join(self, step: int) -> None:
         if self.p.join:
+            self.planned(step + 1, self.scene.layers)
             self.compute |= self.side
 
     def update(self, ranks: int) -> None:
@@ -122,12 +140,12 @@ def decode(p: Protocol, demands: list[list[tuple[int, ...]]], *, slots: int = 3,
 
     for step, (first_, second) in enumerate(demands):
         s.plan(1, step, picks(1, step))
+        s.cancel(1, step, doubt)
         s.layer(0, step, first_)
         s.plan(0, step + 1, picks(0, step + 1))
-        s.cancel(1, step, doubt)
         s.layer(1, step, second)
         s.cancel(0, step + 1, doubt)
-        s.join()
+        s.join(step)
     return scene
 
 
@@ -164,14 +182,14 @@ def random_decode(p: Protocol, seed: int, steps: int) -> Scenario:
         for layer in range(layers):
             if layer + 2 < layers:
                 s.plan(layer + 2, step, picks)
-            if layer >= 2 or step:
-                s.cancel(layer, step, some(1))
+            if layer + 1 < layers and (layer >= 1 or step):
+                s.cancel(layer + 1, step, some(1))
             s.layer(layer, step, some(2))
             if layer < 2:
                 s.plan(layer, step + 1, picks)
         for layer in range(min(2, layers)):
             s.cancel(layer, step + 1, range(experts) if draw.random() < 0.5 else some(1))
-        s.join()
+        s.join(step)
     return scene
 
 
@@ -195,7 +213,7 @@ def filling(p: Protocol) -> Scenario:
     for step in range(2):
         s.plan(0, step, legal(2, 1, p.plans_filling))
         s.layer(0, step, (0, 1))
-        s.join()
+        s.join(step)
     s.compute |= {last}
     return scene
 
@@ -218,11 +236,11 @@ def outlived(p: Protocol) -> Scenario:
         yield Store(d.slot(0, 0), slot_word(protocol.generation_of(word), SlotState.FREE, -1))
 
     scene.nodes.pop()
-    mover = scene.add("move 0 0 #0", copied, s.compute, step=0)
+    mover = scene.add("move 0 0 #0", copied, s.plans, step=0)
     s.side = frozenset()
     s.compute = frozenset([scene.add("drop 0 0", drop, [mover])])
     s.plan(0, 1, first((1, 0)))
-    scene.add("publish 0 0", lambda: p.publish(d, 0, 0, 0, 0, 1), s.compute, step=0)
+    scene.add("publish 0 0", lambda: p.publish(d, 0, 0, 0, 0, 1), s.plans, step=0)
     s.layer(0, 1, (0, 1))
     return scene
 
@@ -235,7 +253,7 @@ def ranks(p: Protocol) -> Scenario:
         for step in range(2):
             s.plan(0, step, first((step + 1, 0)) if s.d.rank == 0 else first(*[(0, 0)][: 1 - step]))
             s.layer(0, step, (1,) if s.d.rank else (2, 0))
-            s.join()
+            s.join(step)
     return scene
 
 
@@ -248,7 +266,7 @@ def weights(p: Protocol) -> Scenario:
             if s.d.rank == 0:
                 s.plan(0, step, first(*[(1, 0)][: 1 - step]))
             s.layer(0, step, ((0,), (1,))[step] if s.d.rank == 0 else (0,))
-            s.join()
+            s.join(step)
             if step == 0:
                 s.update(2)
     return scene
