@@ -93,7 +93,7 @@ class PagedCache(Cache):
                     "saturated": saturated,
                     "nan": nan,
                     "bits_per_element": x.bits(store.layout),
-                    "max_bits": x.format.max_bits,
+                    "max_bits": x.format.promise,
                     "outlier_share": used / (store.heads * (store.layout.k_dim + store.layout.v_dim)),
                 }
             )
@@ -137,7 +137,15 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             expected="layers with full attention",
             do="drop it",
         )
-    coded = [n for n in paged if format_of(kv_config.layers.get(n, kv_config.format)).max_bits is not None]
+    formats = {n: format_of(kv_config.layers.get(n, kv_config.format)) for n in paged}
+    if latent and (pairs := [f.name for f in formats.values() if f.values]):
+        raise ConfigError(
+            f"{pairs[0]} is two formats, and MLA keeps one latent for K and V",
+            where="kv.format",
+            expected="one format a layer",
+            do=f"choose {' or '.join(pairs[0].split('+'))}",
+        )
+    coded = [n for n, f in formats.items() if f.has_book]
     if stats is not None and coded:
         refuse_another_models(stats, model, coded)
     lacking = [n for n in coded if n not in moments]

@@ -51,7 +51,7 @@ class PagedLayer(CacheLayerMixin):
         if self.latent:
             return layout_for(self.format, k_dim, 0, rope=v_dim)
         layout = layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.most_recent)
-        bits, most = self.bits(layout), self.format.max_bits
+        bits, most = self.bits(layout), self.format.promise
         if self.speaks and most is not None and bits > most:
             beside = ", and the basis of its keys, which all sequences share," if self.turned else ""
             log.warning(
@@ -67,7 +67,7 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def kept_in(self) -> str | None:
-        """What keys are kept in: "axes" or "channels" of a calibration, channels that each "prompt" chose; None without a codebook."""
+        """What keys are kept in: "axes" or "channels" of a calibration, channels that each "prompt" chose; None without a codebook of K."""
         if self.format.max_bits is None:
             return None
         return "axes" if self.turned else "channels" if self.stats is not None else "prompt"
@@ -84,7 +84,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layout = self.layout(key_states.shape[-1], value_states.shape[-1])
         heads, device = key_states.shape[1], key_states.device
-        adaptive = layout.format.max_bits is not None
+        adaptive = layout.format.has_book
         if self.stats is not None and adaptive and (len(self.stats.k2), len(self.stats.k2[0])) != (heads, layout.k_dim):
             raise ConfigError(
                 f"the calibration of layer {self.number} has {len(self.stats.k2)} heads of {len(self.stats.k2[0])}",

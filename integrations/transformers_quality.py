@@ -100,11 +100,11 @@ def decoded(
             most = fmt.window_or(window) + max(settle, SETTLE) - 1
             layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=most)
             made = (layout, key.shape[1], policy, key.device)
-            if stats is not None and n not in stats.layers and fmt.max_bits is not None:
+            if stats is not None and n not in stats.layers and fmt.has_book:
                 raise ConfigError(
                     f"the calibration has not seen layer {n}", where="stats", expected="all layers that are measured", do="calibrate anew"
                 )
-            if stats is None and fmt.max_bits is not None:
+            if stats is None and fmt.has_book:
                 books[n] = layout, prompt_book(*made, first=most + 1), None
             else:
                 books[n] = layout, *make_coding(stats.layers.get(n) if stats else None, *made)[:2]

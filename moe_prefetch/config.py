@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,7 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .errors import BudgetError, ConfigError
 
 MAX_CONFIG_BYTES = 1 << 18
-KVName = Literal["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+KV_FORMATS = ("fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4")
+if TYPE_CHECKING:
+    KVName = str
+else:  # one of them, or K's and V's
+    KVName = Literal[(*KV_FORMATS, *(f"{k}+{v}" for k in KV_FORMATS for v in KV_FORMATS if k != v))]
 # Those that have outlier channels: a codebook, and a budget in bits.
 WITH_OUTLIERS = ("fp4-72", "fp4-quality")
 PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
@@ -104,13 +108,13 @@ class ProbeConfig(_Section):
 class KVConfig(_Section):
     """How the KV cache is stored. See docs/kv.md for what each format costs and keeps."""
 
-    format: KVName = "fp16"
+    format: KVName = Field("fp16", description="one of the formats, or two as K+V: fp8+fp4-72 keeps keys in fp8, values in fp4-72")
     window: int | None = Field(None, ge=0, le=1 << 16, description="most recent tokens kept in FP16; null: 64, fp4-quality 1024")
     sinks: int = Field(4, ge=0, le=1024, description="first tokens kept in FP16")
     settle: int = Field(32, ge=1, le=128, description="tokens that leave the window together: up to settle - 1 more are in FP16")
     outliers: Literal["importance", "sigma", "topn", "none"] = "importance"
     calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
-    layers: dict[int, KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
+    layers: dict[Annotated[int, Field(ge=0)], KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
     attention: Literal["auto", "pages", "tensors"] = Field(
         "auto", description="whether transformers' attention reads pages or decoded tensors; auto: tensors until pages are proven on a GPU")
 
@@ -121,13 +125,6 @@ class KVConfig(_Section):
             numbers = [int(k) if isinstance(k, int) or (isinstance(k, str) and re.fullmatch(r"\s*-?\d{1,9}\s*", k)) else k for k in value]
             if len(set(numbers)) != len(numbers):
                 raise ValueError("a layer is named twice")
-        return value
-
-    @field_validator("layers")
-    @classmethod
-    def _layers(cls, value: dict[int, str]) -> dict[int, str]:
-        if bad := [k for k in value if k < 0]:
-            raise ValueError(f"decoder layers are counted from 0, got {bad}")
         return value
 
 
@@ -187,13 +184,15 @@ class Config(_Section):
             faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
         if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):
             faults.append("fit belongs to training, but experts, probe or kv set up inference; keep one of the two")
-        if all(name == "fp16" for name in (self.kv.format, *self.kv.layers.values())):
+        names = {self.kv.format, *self.kv.layers.values()}
+        keys, either = {name.split("+")[0] for name in names}, {half for name in names for half in name.split("+")}
+        if names == {"fp16"}:
             for key in ("window", "sinks", "settle", "outliers", "calibration", "attention"):
                 if getattr(self.kv, key) != KVConfig.model_fields[key].default:
                     faults.append(f"kv.{key} is set, but kv.format: fp16 keeps everything as it is; set another format or drop {key}")
-        elif not {self.kv.format, *self.kv.layers.values()} & set(WITH_OUTLIERS):
-            for key in ("outliers", "calibration"):
-                if getattr(self.kv, key) != KVConfig.model_fields[key].default:
+        else:
+            for key, coded in (("outliers", keys), ("calibration", either)):
+                if not coded & set(WITH_OUTLIERS) and getattr(self.kv, key) != KVConfig.model_fields[key].default:
                     faults.append(f"kv.{key} is set, but kv.format: {self.kv.format} has no outlier channels; "
                                   f"use {' or '.join(WITH_OUTLIERS)}, or drop {key}")
         if faults:
@@ -227,6 +226,8 @@ def _explain(error: dict[str, Any], whole: type[BaseModel] | None = None) -> lis
         said = error["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("a valid dictionary", "a mapping")
         valid = re.findall(r"'([^']*)'", said) if error["type"] == "literal_error" else []
         near = difflib.get_close_matches(_short(error.get("input"), str), valid, n=1)
+        # thirty pairs of KV formats say less than how they are made
+        said = re.sub(r", '[^',]*\+.*", ", or two of them as K+V, such as 'fp8+fp4-72'", said)
         return [f"{key}: {said}" + (f" (given: {given})" if given else "") + (f"; did you mean {near[0]!r}?" if near else "")]
     model: type[BaseModel] = whole or Config
     for part in loc[:-1]:
@@ -318,8 +319,7 @@ def parse_file(path: Path) -> dict[str, Any]:
     except Exception as e:  # hostile text makes the YAML constructors fall over in many ways (KeyError, AttributeError, ...)
         raise ConfigError(f"not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {' '.join(str(e).split())}", where=str(path),
                           do="mend the syntax") from e
-    if value is None:
-        value = {}
+    value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(f"the top level is a {type(value).__name__}", where=str(path), expected="keys such as experts, probe, kv",
                           do="see docs/config.md")

@@ -133,7 +133,20 @@ def test_no_kv_setting_is_ignored_in_silence(key, value, format):
     load({"kv": {"format": format, key: value, "layers": {3: "fp4-72"}}})
 
 
+def test_settings_of_a_pair_must_do_something():
+    """Outlier channels are K's; a calibration serves either side."""
+    (found,) = problems({"kv": {"format": "fp8+fp4-72", "outliers": "topn"}})
+    assert "kv.outliers is set, but kv.format: fp8+fp4-72 has no outlier channels" in found
+    (found,) = problems({"kv": {"format": "fp8+nvfp4", "calibration": "cal"}})
+    assert "kv.calibration is set" in found
+    load({"kv": {"format": "fp8+fp4-72", "calibration": "cal", "window": 32, "sinks": 0}})
+    load({"kv": {"format": "fp4-72+fp8", "calibration": "cal", "outliers": "topn"}})
+    load({"kv": {"format": "fp16", "window": 32, "layers": {3: "fp16+fp8"}}})
+
+
 @pytest.mark.parametrize(("kv", "said"), [
+    ({"format": "fp8+fp4_72"}, "as K+V, such as 'fp8+fp4-72' (given: 'fp8+fp4_72'); did you mean 'fp8+fp4-72'?"),
+    ({"layers": {"-1": "fp8"}, "format": "fp8"}, "kv.layers: '-1' is no layer number"),
     ({"format": "fp4_72"}, "did you mean 'fp4-72'?"), ({"layers": {"x": "fp8"}, "format": "fp8"}, "kv.layers: 'x' is no layer number"),
     ({"layers": {"1": "fp8", "01": "fp16"}, "format": "fp8"}, "a layer is named twice"),
     ([1], "kv: must be a section with keys of its own"),

@@ -58,11 +58,9 @@ class Scheme(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Scheme:
-        """From a name such as `fp4-quality`, `fp4-quality_topn_w128`, `fp8_pinned` or `fp4-72_nowindow_s32`. Raises ConfigError."""
+        """From a name such as `fp4-quality`, `fp4-quality_topn_w128`, `fp8+fp4-72_w128` or `fp4-72_nowindow_s32`. Raises ConfigError."""
         fmt = format_of(name.split("_")[0])
-        found = cls(fmt.name, window=fmt.window)
-        if format_of(found.format).max_bits is None:
-            found = found._replace(policy="none")
+        found = cls(fmt.name, "importance" if fmt.has_book else "none", fmt.window)
         for part in name.split("_")[1:]:
             if part == "pinned":
                 found = found._replace(pinned=True)
@@ -214,7 +212,8 @@ class Bench:
         if name in PEERS:
             return sum(self.counted[name]) / len(self.counted[name])
         layouts, scheme = self.layouts[name].values(), Scheme.parse(name)
-        total = sum(x.bits_per_element(32768, SINKS, scheme.most, scheme.policy == "importance") * x.element_count for x in layouts)
+        turned = scheme.policy == "importance" and format_of(scheme.format).max_bits is not None
+        total = sum(x.bits_per_element(32768, SINKS, scheme.most, turned) * x.element_count for x in layouts)
         return total / sum(x.element_count for x in layouts)
 
     def capacity(self, name: str) -> dict[str, float]:

@@ -182,10 +182,11 @@ def turns_keys(stats: LayerStats | None, format: KVFormat, policy: Policy) -> bo
 def make_coding(
     stats: LayerStats | None, layout: PageLayout, heads: int, policy: Policy, device: torch.device | str = "cpu"
 ) -> Coding:
-    """From calibration; without it, or for a format that has none, the neutral codebook. Policy `importance` turns keys into the
-    calibration's axes, where it has them."""
-    if stats is None or layout.format.max_bits is None:
-        return Coding(neutral_book(layout, heads, device), None, None)
+    """From calibration; without it, or for a format that has none, the neutral codebook; in a pair the sides have theirs. Policy
+    `importance` turns keys into the calibration's axes, where it has them."""
+    neutral = neutral_book(layout, heads, device)
+    if stats is None or not layout.format.has_book:
+        return Coding(neutral, None, None)
     basis = None
     if turns_keys(stats, layout.format, policy):
         basis, power = spread(stats.axes, layout.outliers)
@@ -193,7 +194,12 @@ def make_coding(
         stats = replace(stats, q2=power.tolist(), k1=k1.tolist(), k2=(power + k1.square()).tolist())
         basis = Basis(*(t.to(device) for t in basis))
     choice = choose(stats, policy, layout.outliers)
-    return Coding(book_of(choice, layout, device), basis, choice)
+    book = book_of(choice, layout, device)
+    if layout.format.max_bits is None:
+        book = (*neutral[:4], *book[4:])
+    if layout.format.v.max_bits is None:
+        book = (*book[:4], *neutral[4:])
+    return Coding(book, basis, choice)
 
 
 def prompt_book(

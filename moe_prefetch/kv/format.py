@@ -7,7 +7,7 @@ E2M1, E4M3: OCP Microscaling Formats v1.0 and OCP 8-bit Floating Point v1.0.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from ..errors import ConfigError, ShapeError
@@ -27,18 +27,20 @@ E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How elements become bits.
+    """How elements become bits: K's and V's, or K's alone where V has a format of its own (a pair, made by `format_of`).
 
     code       fp16 | fp8 (E4M3) | fp4 (E2M1)
     block      channels that share a scale along head_dim (0: none; -1: the whole row of one token)
     scale      none | e4m3 (times the page's FP32 factor) | e8m0 (factor 1)
     order      planes: permuted bytes for the decode kernel, V channel-major | linear: channel 2j low nibble, 2j+1 high, both token-major
     v_axis     token: a V scale serves `v_group` channels of one token | channel: it serves `v_group` tokens of one channel
+    v_group    (-1: the whole row; 0 in a pair, whose `values` say)
     search     the scale of least weighted error among eight, and ties away from zero; else amax / 6 (e8m0: 2^(floor(log2 amax) - 2)) and
                ties to even
-    max_bits   outlier channels are granted while bits per element at 32k stay within this (None: none are)
+    max_bits   outlier channels of K are granted while bits per element at 32k, with V alike, stay within this (None: none are)
     max_share  and while the FP16 share of K and V elements stays within this
     window     most recent tokens that stay in FP16 where the user names no number
+    values     V's format in a pair (None: as K)
     """
 
     name: str
@@ -52,11 +54,32 @@ class KVFormat:
     max_bits: float | None = None
     max_share: float = 0.05
     window: int = 64
+    values: KVFormat | None = None
+
+    @property
+    def k(self) -> KVFormat:
+        """The registered format that K has."""
+        return self if self.values is None else FORMATS[self.name.partition("+")[0]]
+
+    @property
+    def v(self) -> KVFormat:
+        """The format that V has: what all that concerns V goes by."""
+        return self.values or self
+
+    @property
+    def has_book(self) -> bool:
+        """Whether K or V is coded by a codebook that a calibration or a prompt makes."""
+        return self.max_bits is not None or self.v.max_bits is not None
+
+    @property
+    def promise(self) -> float | None:
+        """Bits per element at 32k that it stays within as it comes; a pair promises none."""
+        return self.max_bits if self.values is None else None
 
     @property
     def append_group(self) -> int:
         """Tokens that must leave the window together: a scale over several tokens needs all of them."""
-        return self.v_group if self.v_axis == "channel" else 1
+        return self.v.v_group if self.v.v_axis == "channel" else 1
 
     def window_or(self, window: int | None) -> int:
         """That window, or the format's own."""
@@ -79,11 +102,23 @@ FORMATS: dict[str, KVFormat] = {
 }
 
 
+@cache
 def format_of(name: str) -> KVFormat:
-    """Raises ConfigError for a name that is no format."""
-    if name not in FORMATS:
-        raise ConfigError(f"{name!r} is no KV format", where="kv.format", expected=" | ".join(FORMATS), do="choose one of them")
-    return FORMATS[name]
+    """The format of that name, or a pair, such as `fp8+fp4-72`: K's format and V's, two different ones. A pair keeps the longer window of
+    both, and the outlier channels that K's own budget grants. Raises ConfigError for a name that is neither.
+    """
+    k, plus, v = name.partition("+")
+    if k not in FORMATS or (plus and (v not in FORMATS or v == k)):
+        raise ConfigError(
+            f"{name!r} is no KV format",
+            where="kv.format",
+            expected=f"{' | '.join(FORMATS)}, or two different ones, K's + V's, such as fp8+fp4-72",
+            do="choose one of them",
+        )
+    if not plus:
+        return FORMATS[k]
+    keys, values = FORMATS[k], FORMATS[v]
+    return replace(keys, name=name, v_group=0, window=max(keys.window, values.window), values=values)
 
 
 def _div_up(a: int, b: int) -> int:
@@ -120,9 +155,13 @@ class PageLayout:
             )
         if self.outliers and self.format.max_bits is None:
             raise ShapeError(f"format {self.format.name} has no outlier channels", expected="outliers = 0", do="choose an fp4-* format")
+        if not self.v_dim and self.format.values:
+            raise ShapeError(
+                f"a latent is K and V at once: it can't be {self.format.name}", where="MLA", expected="one format", do="drop the + and V's"
+            )
 
-    def _code_bytes(self, dim: int) -> int:
-        return PAGE * dim * {"fp16": 16, "fp8": 8, "fp4": 4}[self.format.code] // 8
+    def _code_bytes(self, dim: int, code: str) -> int:
+        return PAGE * dim * {"fp16": 16, "fp8": 8, "fp4": 4}[code] // 8
 
     def _blocks(self, dim: int) -> int:
         f = self.format
@@ -136,7 +175,7 @@ class PageLayout:
     @property
     def v_scale_shape(self) -> tuple[int, int]:
         """Shape of the V scales: [PAGE, blocks] per token, [v_dim, PAGE // v_group] per channel."""
-        f = self.format
+        f = self.format.v
         if f.scale == "none" or not self.v_dim:
             return 0, 0
         if f.v_axis == "channel":
@@ -148,8 +187,8 @@ class PageLayout:
         """Part name -> (first byte, bytes), in the order of the record."""
         rows, cols = self.v_scale_shape
         sizes = {
-            "k_codes": self._code_bytes(self.k_dim),
-            "v_codes": self._code_bytes(self.v_dim),
+            "k_codes": self._code_bytes(self.k_dim, self.format.code),
+            "v_codes": self._code_bytes(self.v_dim, self.format.v.code),
             "k_scales": PAGE * self.k_blocks,
             "v_scales": rows * cols,
             "k_outliers": PAGE * self.outliers * 2,
@@ -184,7 +223,7 @@ class PageLayout:
     @property
     def book_bytes(self) -> int:
         """Bytes of one head's codebook: channels, means, gains, weights. Once per model, or per sequence when made from its prompt."""
-        return 4 * (self.outliers + 3 * self.k_dim + 2 * self.v_dim) if self.format.code == "fp4" else 0
+        return 4 * (self.outliers + 3 * self.k_dim + 2 * self.v_dim) if "fp4" in (self.format.code, self.format.v.code) else 0
 
     @property
     def basis_bytes(self) -> int:
@@ -210,7 +249,7 @@ def layout_for(
     format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int | None = None
 ) -> PageLayout:
     """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window
-    (None: the format's own).
+    (None: the format's own); in a pair, as K's format would get for both.
     """
     plain = PageLayout(format, k_dim, v_dim, 0, rope)
     if outliers is not None:
@@ -219,10 +258,11 @@ def layout_for(
         return plain
     best = plain
     for n in (n for n in OUTLIER_STEPS if n <= k_dim):
-        trial = replace(plain, outliers=n)
-        if trial.bits_per_element(sinks=sinks, window=window) > format.max_bits or trial.outlier_share > format.max_share:
+        trial = PageLayout(format.k, k_dim, v_dim, n, rope)
+        bits = trial.bits_per_element(sinks=sinks, window=format.window_or(window))
+        if bits > format.max_bits or trial.outlier_share > format.max_share:
             return best
-        best = trial
+        best = replace(plain, outliers=n)
     return best
 
 

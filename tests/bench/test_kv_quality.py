@@ -14,7 +14,7 @@ from moe_prefetch.bench import kv_quality as bench
 from moe_prefetch.bench.rows import Journal
 from moe_prefetch.errors import ConfigError
 from moe_prefetch.integrations.transformers_quality import decoded, log_probs
-from moe_prefetch.kv.format import FORMATS, layout_for
+from moe_prefetch.kv.format import FORMATS, format_of, layout_for
 from moe_prefetch.kv.gate import drift
 from tests.kv.models import llama
 
@@ -54,6 +54,19 @@ def test_figures_are_those_of_the_parts(model):
     fp4 = layout_for(FORMATS["fp4-quality"], 64, 64, window=95)
     assert found["fp4-quality_w64"][1] == pytest.approx(fp4.bits_per_element(window=95, basis=True))
     assert len(d.kl_by_position) == 8 and sum(d.kl_by_position) / 8 == pytest.approx(d.kl)
+
+
+def test_pairs_of_formats_are_measured_and_counted(model):
+    """K's basis counts where K has one, whatever V is."""
+    j, journal = job(schemes=("fp8+fp4-72", "fp4-quality+fp8_topn_w64", "fp4-72+fp8_nowindow"), texts=1), Journal()
+    assert bench.run(j, journal) == {}
+    found = bench.drifts(j, journal)
+    assert all(0 < d.kl < float("inf") for d, _, _ in found.values())
+    mixed = layout_for(format_of("fp8+fp4-72"), 64, 64)
+    assert found["fp8+fp4-72"][1] == pytest.approx(mixed.bits_per_element(window=95, basis=False))
+    keys = layout_for(format_of("fp4-72+fp8"), 64, 64, window=31)
+    assert found["fp4-72+fp8_nowindow"][1] == pytest.approx(keys.bits_per_element(window=31, basis=True))
+    assert bench.Scheme.parse("fp8+nvfp4").policy == "none" and bench.Scheme.parse("fp8+fp4-quality").window == 1024
 
 
 def test_tokens_may_leave_together_as_in_generation(model):

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kernels.kv_encode import general as encoder
 from moe_prefetch.kernels.kv_encode import general_planes
-from moe_prefetch.kv.format import FORMATS, PageLayout
+from moe_prefetch.kv.format import FORMATS, PageLayout, format_of
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 INTS = ("q_len_ptr", "table_ptr", "stored_ptr", "length_ptr", "recent_first_ptr", "channels_ptr", "span_ptr")
@@ -58,6 +58,13 @@ CASES = {
     "mxfp4_d128": ("mxfp4", 128, 8, 0),
     "fp16_d128_r32": ("fp16", 128, 32, 0),
     "fp4_d96_r32": ("fp4-quality", 96, 32, 4),
+    "fp8_f72_d64": ("fp8+fp4-72", 64, 4, 0),
+    "fp8_f72_d128": ("fp8+fp4-72", 128, 4, 0),
+    "fp8_f72_d256": ("fp8+fp4-72", 256, 4, 0),
+    "quality_fp8_d128": ("fp4-quality+fp8", 128, 4, 4),
+    "fp16_f72_d128": ("fp16+fp4-72", 128, 4, 0),
+    "fp16_f72_d256": ("fp16+fp4-72", 256, 4, 0),
+    "nvfp4_fp8_d128": ("nvfp4+fp8", 128, 4, 0),
     "mla_fp4": ("fp4-quality", 512, 16, 0),
     "mla_fp8": ("fp8", 512, 16, 0),
     "mla_fp16": ("fp16", 512, 16, 0),
@@ -83,7 +90,7 @@ def facts(name: str) -> dict[str, object]:
         constants = general_latent.constants(PageLayout(FORMATS[fmt], dim, 0, 0, 64), 1, rows, 1, 8, **rest)
         kernel = compiled(general_latent.attend_latent, constants)
     else:
-        layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
+        layout = PageLayout(format_of(fmt), dim, dim, outliers)
         constants = general.constants(layout, 8, rows, 1, 8, **rest)
         _, _, warps, registers, _, _ = general.tuning(layout, rows)
         kernel = compiled(general.attend_general, constants, num_warps=warps, maxnreg=registers)

@@ -27,14 +27,14 @@ def book_of(layout: PageLayout, heads: int) -> Book:
 def fill_unused(record_Nb: torch.Tensor, fill: int, layout: PageLayout) -> torch.Tensor:
     """A page's record with all bits set in the slots from `fill` on: NaN in FP16, FP8 and scales."""
     parts = law.unpack(record_Nb, layout)
-    ones = float("nan") if layout.format.code == "fp16" else 15 if layout.format.code == "fp4" else 255
+    k_ones, v_ones = ({"fp16": float("nan"), "fp4": 15, "fp8": 255}[f.code] for f in (layout.format, layout.format.v))
     parts.k_codes, parts.v_codes, parts.k_scales = parts.k_codes.clone(), parts.v_codes.clone(), parts.k_scales.clone()
     parts.v_scales, parts.k_outliers, parts.k_rope = parts.v_scales.clone(), parts.k_outliers.clone(), parts.k_rope.clone()
-    for x, v in ((parts.k_codes, ones), (parts.v_codes, ones), (parts.k_scales, 255), (parts.k_outliers, float("nan"))):
+    for x, v in ((parts.k_codes, k_ones), (parts.v_codes, v_ones), (parts.k_scales, 255), (parts.k_outliers, float("nan"))):
         x[..., fill:, :] = v
     parts.k_rope[..., fill:, :] = float("nan")
-    if layout.format.v_axis == "channel":
-        parts.v_scales[..., -(-fill // layout.format.v_group) :] = 255
+    if layout.format.v.v_axis == "channel":
+        parts.v_scales[..., -(-fill // layout.format.v.v_group) :] = 255
     else:
         parts.v_scales[..., fill:, :] = 255
     return law.pack(parts, layout)

@@ -6,29 +6,30 @@ import torch
 
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.records import Book, book_shares, decode_naive, encode_naive, runs_for
-from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, layout_for
+from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, format_of, layout_for
 from moe_prefetch.kv.store import LayerStore
 
 NAMES = tuple(FORMATS)
+PAIRS = ("fp8+fp4-72", "fp4-quality+fp8", "fp16+fp4-72", "nvfp4+fp8")  # K's format and V's
 
 
 def layout(name: str, k_dim: int = 64, v_dim: int | None = None, **kw: int) -> PageLayout:
     """The outliers that a window of 64 leaves: four of 64 for `fp4-quality`, where its own window of 1,024 leaves one."""
-    return layout_for(FORMATS[name], k_dim, k_dim if v_dim is None else v_dim, **{"window": 64, **kw})
+    return layout_for(format_of(name), k_dim, k_dim if v_dim is None else v_dim, **{"window": 64, **kw})
 
 
 def book(lay: PageLayout, heads: int, seed: int = 0) -> Book:
-    """Random outlier channels, means and gains (neutral where the format knows none)."""
+    """Random outlier channels, means and gains (neutral where the format of K, or V, knows none)."""
     g = torch.Generator().manual_seed(seed)
-    plain = lay.format.max_bits is None
+    plain, plain_v = (f.max_bits is None for f in (lay.format, lay.format.v))
     channels = (
         torch.stack([torch.randperm(lay.k_dim, generator=g)[: lay.outliers].sort().values for _ in range(heads)])
         .int()
         .reshape(heads, lay.outliers)
     )
-    rand = lambda d: torch.ones(heads, d) if plain else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
+    rand = lambda d, ones: torch.ones(heads, d) if ones else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
     mean = torch.zeros(heads, lay.k_dim) if plain else torch.randn(heads, lay.k_dim, generator=g)
-    k_gain, k_weight, v_gain, v_weight = (rand(d) for d in (lay.k_dim, lay.k_dim, lay.v_dim, lay.v_dim))
+    (k_gain, k_weight), (v_gain, v_weight) = ((rand(d, x), rand(d, x)) for d, x in ((lay.k_dim, plain), (lay.v_dim, plain_v)))
     k_weight, v_weight = book_shares(k_weight, v_weight, lay)
     return channels, mean, k_gain, k_weight, v_gain, v_weight
 

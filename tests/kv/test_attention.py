@@ -12,7 +12,7 @@ from moe_prefetch.kv.format import FORMATS, HEAD_DIMS, PAGE, layout_for
 from moe_prefetch.kv.pages import block_table
 from moe_prefetch.kv.store import LayerStore
 
-from .common import NAMES, attention_loop, book, layout, store, tokens
+from .common import NAMES, PAIRS, attention_loop, book, layout, store, tokens
 
 SCALE = 0.1
 EXTRAS = [{}, {"sliding": 70}, {"softcap": 3.0}, {"sink": 0.7}, {"sliding": 33, "softcap": 5.0, "sink": -1.0}]
@@ -24,7 +24,7 @@ def ints(*x: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS[:2]])
 def test_attention_equals_the_sum_it_is(name: str, groups: int, dim: int) -> None:
     """Several queries over pages, sinks and window, two ragged rows, against a loop over what the store says it holds."""
     extra = EXTRAS[(groups + dim // 16) % len(EXTRAS)]
@@ -51,7 +51,7 @@ def test_attention_equals_the_sum_it_is(name: str, groups: int, dim: int) -> Non
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72-c64"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72-c64", *PAIRS])
 def test_stepwise_decode_equals_chunk_of_one_prefill(name: str, extra: dict[str, float]) -> None:
     kw = dict(extra)
     sink = kw.pop("sink", None)

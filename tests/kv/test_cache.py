@@ -18,7 +18,7 @@ from moe_prefetch.kv.codec import OutlierStats
 
 from . import models
 
-FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4", "fp8+fp4-72", "fp4-quality+fp8"]
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from moe_prefetch.kernels.kv_encode import records
 from moe_prefetch.kernels.kv_encode.records import decode_naive, encode_naive, neutral_book, runs_for
 from moe_prefetch.kv import store as store_module
 from moe_prefetch.kv.attention import attend
-from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, layout_for
+from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, format_of, layout_for
 from moe_prefetch.kv.gate import drift
 from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
 from . import models
-from .common import NAMES, attention_loop, book, layout, store, tokens
+from .common import NAMES, PAIRS, attention_loop, book, layout, store, tokens
 
 
 def filled(value: float, n: int, heads: int = 2, dim: int = 64) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_every_prompt_length_leaves_the_window_in_time(name: str, length: int) -
     """Around window, sinks + window, and a page more; then decode: pages grow, the window does not."""
     s = store(name, window=16)
     s.append(tokens(length, 2, 64), tokens(length, 2, 64))
-    group = FORMATS[name].append_group
+    group = format_of(name).append_group
     for i in range(150):
         s.append(tokens(1, 2, 64, seed=i), tokens(1, 2, 64, seed=i))
         assert s.recent_k.shape[2] <= max(16 + group, 16 + store_module.DRAFT + group if i == 0 else 0, length if length <= 36 else 0)
@@ -115,7 +115,7 @@ def test_writer_and_reader_agree_on_the_order_of_scales(name: str, dim: int) -> 
     s.settle()
     for got in s.gather():
         ratio = got / x
-        limit = 0.45 if FORMATS[name].v_axis == "channel" or FORMATS[name].v_group == 64 else 0.3
+        limit = 0.45 if format_of(name).v_axis == "channel" or format_of(name).v_group == 64 else 0.3
         assert float((ratio.median() - 1).abs()) < 0.1 and float((ratio[..., -1] - 1).abs().mean()) < limit
     out, _ = attend(s, torch.zeros(1, 2, 1, dim), scale=1.0)
     assert torch.allclose(out[:, :, 0], s.gather()[1].mean(2), rtol=1e-4)
@@ -135,7 +135,7 @@ def test_an_unsupported_head_dim_is_refused_before_work(dim: int) -> None:
         layout_for(FORMATS["fp4-quality"], dim, dim)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS])
 def test_head_dim_80_and_other_short_blocks_work(name: str) -> None:
     s = store(name, dim=80)
     k = tokens(200, 2, 80)
@@ -145,7 +145,7 @@ def test_head_dim_80_and_other_short_blocks_work(name: str) -> None:
         assert (got - k).norm() / k.norm() < 0.35 and bool(got.isfinite().all())
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if FORMATS[n].scale != "none"])
+@pytest.mark.parametrize("name", [n for n in NAMES if format_of(n).scale != "none"] + list(PAIRS))
 def test_no_scale_byte_is_ever_undefined(name: str) -> None:
     """Odd token counts and head dims; every byte of a fresh and of a partly filled page, padding and unused slots included."""
     lay = layout(name, 80)
@@ -154,8 +154,8 @@ def test_no_scale_byte_is_ever_undefined(name: str) -> None:
     s.append(tokens(4 + 64, 2, 80), tokens(4 + 64, 2, 80))
     s.settle()
     parts = law.unpack(s.pool, lay)
-    for scale in (parts.k_scales, parts.v_scales):
-        assert bool(law.scale_values(scale.contiguous(), lay.format).isfinite().all())
+    for scale, fmt in ((parts.k_scales, lay.format), (parts.v_scales, lay.format.v)):
+        assert fmt.scale == "none" or bool(law.scale_values(scale.contiguous(), fmt).isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4-72", "fp4-quality", "fp4-72-c64", "nvfp4", "mxfp4"])
@@ -189,7 +189,7 @@ def test_layers_that_share_one_buffer_do_not_alias(name: str) -> None:
 
 def test_bytes_per_page_have_one_source() -> None:
     """Allocator, formula and records agree; scales and outliers are inside."""
-    for name in NAMES:
+    for name in (*NAMES, *PAIRS):
         lay = layout(name, 128)
         assert law.empty_pages(2, 3, lay).shape == (2, 3, lay.page_bytes)
         assert lay.held_bytes(PAGE, 0, 0, draft=1) == lay.page_bytes + 4 + 2 * 256 * lay.format.append_group
@@ -197,7 +197,7 @@ def test_bytes_per_page_have_one_source() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS])
 def test_shards_of_heads_equal_the_whole(name: str, ranks: int) -> None:
     """Two KV heads on two ranks, and on four (each head on two of them): same pages, same attention."""
     k, v, q = tokens(200, 2, 64), tokens(200, 2, 64, seed=1), torch.randn(1, 8, 1, 64)

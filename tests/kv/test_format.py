@@ -5,15 +5,15 @@ import pytest
 from moe_prefetch.errors import ConfigError, ShapeError
 from moe_prefetch.kv.format import ALIGN, FORMATS, HEAD_DIMS, PAGE, PageLayout, capacity, format_of, layout_for
 
-from .common import NAMES
+from .common import NAMES, PAIRS
 
 
 def layout(name: str, dim: int = 64) -> PageLayout:
-    return layout_for(FORMATS[name], dim, dim)
+    return layout_for(format_of(name), dim, dim)
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS])
 def test_parts_follow_each_other_without_gap_or_overlap(name: str, dim: int) -> None:
     lay = layout(name, dim)
     at = 0

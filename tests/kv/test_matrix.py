@@ -11,9 +11,9 @@ from moe_prefetch.kv.attention import attend
 from moe_prefetch.kv.codec import StatsCollector
 from moe_prefetch.kv.format import HEAD_DIMS
 
-from .common import attention_loop, check, tokens
+from .common import PAIRS, attention_loop, check, tokens
 
-SERVED = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"]
+SERVED = ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4", *PAIRS]
 GROUPS = (1, 3, 4, 5, 7, 8)
 HEADS, SCALE = 2, 0.1
 

@@ -10,14 +10,14 @@ from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.kernels.kv_encode.records import neutral_book
 from moe_prefetch.kv.attention import attend
-from moe_prefetch.kv.format import FORMATS
+from moe_prefetch.kv.format import format_of
 from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
 from . import models
-from .common import NAMES, book, layout, tokens
+from .common import NAMES, PAIRS, book, layout, tokens
 
-ONE_TOKEN = [n for n in NAMES if FORMATS[n].append_group == 1]
+ONE_TOKEN = [n for n in (*NAMES, *PAIRS[:2]) if format_of(n).append_group == 1]
 
 
 def pair(name: str, *, batch: int = 2, max_tokens: int = 420, window: int = 16) -> tuple[StaticStore, LayerStore]:
@@ -135,7 +135,7 @@ def test_a_step_reads_nothing_on_the_host(name: str) -> None:
             s.length.tolist()
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-quality"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-quality", "fp8+fp4-72"])
 def test_generate_equals_the_paged_cache(name: str) -> None:
     model = models.llama()
     stats = calibrate(model, models.ids(200, 2, seed=9))

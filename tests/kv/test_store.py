@@ -5,17 +5,17 @@ import torch
 
 from moe_prefetch.checkpoint import load_tensors, save_tensors
 from moe_prefetch.errors import ArtefactError, CacheError, IntegrityError, ShapeError
-from moe_prefetch.kv.format import FORMATS, HEAD_DIMS
+from moe_prefetch.kv.format import HEAD_DIMS, format_of
 from moe_prefetch.kv.store import DRAFT, LayerStore
 from moe_prefetch.kv.window import SPARE
 
-from .common import NAMES, book, check, layout, store, tokens
+from .common import NAMES, PAIRS, book, check, layout, store, tokens
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS[:2]])
 def test_every_operation_equals_the_law(name: str, dim: int, heads: int, batch: int) -> None:
     """Prompt, steps, chunks, fork, divergent append, reorder, crop in the window, repeat, drop, reset."""
     s = store(name, dim=dim, heads=heads, batch=batch)
@@ -41,7 +41,7 @@ def test_every_operation_equals_the_law(name: str, dim: int, heads: int, batch: 
     s.select([order.index(2 * b) for b in range(batch)])
     s.crop(at)
     s.append(k[:, :, at:], v[:, :, at:])
-    if FORMATS[name].append_group == 1:
+    if format_of(name).append_group == 1:
         check(s, rows)
     s.reset()
     assert s.pages.pages_held == 0 and s.length == 0
@@ -49,7 +49,7 @@ def test_every_operation_equals_the_law(name: str, dim: int, heads: int, batch: 
     check(s, upto(rows, 77))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PAIRS])
 def test_two_sequences_together_equal_each_alone(name: str) -> None:
     k, v = tokens(300, 2, 64, 2), tokens(300, 2, 64, 2, seed=1)
     both = store(name, batch=2)
@@ -159,7 +159,7 @@ def test_a_shared_page_is_never_written() -> None:
             assert torch.equal(s.pool[p], data)
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4", *PAIRS])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_measured_bytes_are_the_formula(name: str, dim: int) -> None:
     """All storages, at a length where page tails no longer hide anything."""
@@ -172,7 +172,7 @@ def test_measured_bytes_are_the_formula(name: str, dim: int) -> None:
     held = s.held_bytes()
     formula = 2 * s.layout.held_bytes(s.length - 1, 4, 64)
     assert abs(held - formula) / formula < 0.02
-    if FORMATS[name].max_bits:
+    if format_of(name).has_book:
         assert s.book_bytes() == 2 * s.layout.book_bytes
 
 
@@ -186,7 +186,7 @@ def test_memory_of_a_prompt_is_given_back_at_once() -> None:
     assert s.recent.buffer_k.untyped_storage().nbytes() == 2 * 2 * 64 * (65 + SPARE)
 
 
-@pytest.mark.parametrize("name", ["fp4-quality", "fp8", "fp16"])
+@pytest.mark.parametrize("name", ["fp4-quality", "fp8", "fp16", *PAIRS[:2]])
 def test_a_sequence_moves_to_another_store(name: str, tmp_path) -> None:
     k, v = tokens(333, 2, 64, 2), tokens(333, 2, 64, 2, seed=1)
     s = store(name, batch=2)
@@ -207,7 +207,8 @@ def test_a_sequence_of_another_layout_or_codebook_is_refused() -> None:
     s = store("fp4-quality")
     s.append(tokens(200, 2, 64), tokens(200, 2, 64))
     data = s.export_row(0)
-    for other in (store("fp4-72"), store("fp4-quality", sinks=0), LayerStore(s.layout, 2, book(s.layout, 2, seed=9))):
+    others = (store("fp4-72"), store("fp4-quality+fp8"), store("fp4-quality", sinks=0))
+    for other in (*others, LayerStore(s.layout, 2, book(s.layout, 2, seed=9))):
         with pytest.raises(ArtefactError):
             other.import_row(data)
     short = {**data, "records": data["records"][:0]}

@@ -19,7 +19,7 @@ from moe_prefetch.kv.store import LayerStore
 from . import models
 
 FAMILIES = ["qwen2_moe", "qwen3_moe", "mixtral"]
-FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality"]
+FORMATS = ["fp16", "fp8", "fp4-72", "fp4-quality", "fp4-72+fp8"]
 OURS, OVER_EAGER = "moe_prefetch", "moe_prefetch_over_eager"
 
 

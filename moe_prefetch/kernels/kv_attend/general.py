@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kv.format import PageLayout
+from ...kv.format import KVFormat, PageLayout
 from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2, fetch
 from .general_tiles import (
     FP8,
@@ -82,8 +82,8 @@ def attend_general(
     q_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, recent_first_ptr,
     channels_ptr, k_mean_ptr, k_gain_ptr, v_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    CODE: tl.constexpr, BF: tl.constexpr, FACTOR: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KNB: tl.constexpr, VNB: tl.constexpr, OUT: tl.constexpr,
+    CODE: tl.constexpr, BF: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, KNB: tl.constexpr, OUT: tl.constexpr,
+    VCODE: tl.constexpr, VBF: tl.constexpr, VFACTOR: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr, VNB: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
     TT: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr, NATIVE: tl.constexpr,
@@ -93,7 +93,7 @@ def attend_general(
     An item is (sequence, KV head, RP query rows); its units are its visible pages and one for its FP16 tokens, which comes last. q
     [B, N, R, D] with R = G T rows; pool [P, N, PAGE_BYTES]; part FP32 [slots, RP, DV], ml FP32 [slots, RP, 2] (maximum in log2 units, sum):
     true partial attention, means and gains included. A program writes slot `program + item` of each item it meets; `span` [item, 2] gets an
-    item's first slot and the one after its last.
+    item's first slot and the one after its last. CODE to KNB are K's, VCODE to VNB V's.
     """
     ITEMS: tl.constexpr = N * ((R + RP - 1) // RP)
     first_B, units_B, ends_B = units_of(stored_ptr, length_ptr, q_len_ptr, B, BP, ITEMS, SINKS, SLIDING)
@@ -105,7 +105,7 @@ def attend_general(
 
     r_R = tl.arange(0, RP)
     i_T = tl.arange(0, TT)
-    if CODE == PLANES:
+    if VCODE == PLANES:
         # tokens in the order of V's bytes
         i_T = i_T // 64 * 64 + i_T % 64 // 16 * 16 + i_T % 2 * 8 + i_T % 16 // 2
     while unit < end:
@@ -196,7 +196,7 @@ def attend_general(
                 m_R = new_R
                 p_RT = exp2(s_RT - m_R[:, None])
                 l_RT = l_RT * alpha_R[:, None] + p_RT
-                if CODE == FP8:
+                if VCODE == FP8:
                     # V's scale joins the exponent, under a maximum of its own, so that p fills FP16
                     s_RT += (byte_at(base + VS_AT, t_T) - 127).to(tl.float32)[None, :]
                     new_R = tl.maximum(mv_R, tl.max(s_RT, axis=1))
@@ -205,18 +205,19 @@ def attend_general(
                     p_RT = exp2(s_RT - mv_R[:, None])
                 new = ()
                 for g in tl.static_range((DV + 63) // 64):
-                    new = new + (v_piece(accs[g] * alpha_R[:, None], p_RT, base, t_T, there_T, v_factor if FACTOR else 1.0, g, DV, RP,
-                                          CODE, BF, V_AT, VS_AT, BY_CHANNEL, GROUP, VNB),)
+                    new = new + (v_piece(accs[g] * alpha_R[:, None], p_RT, base, t_T, there_T, v_factor if VFACTOR else 1.0, g, DV, RP,
+                                          VCODE, VBF, V_AT, VS_AT, BY_CHANNEL, GROUP, VNB),)
                 accs = new
                 if FACTOR:
                     k_factor = tl.load(at)
+                if VFACTOR:
                     v_factor = tl.load(at + 1)
         l_R = tl.sum(l_RT, axis=1)
-        if CODE >= FP8:
+        if VCODE >= FP8:
             new = ()
             for g in tl.static_range((DV + 63) // 64):
                 c_C = 64 * g + tl.arange(0, width(DV, g))
-                if CODE == FP8:
+                if VCODE == FP8:
                     new = new + (accs[g] * exp2(mv_R - m_R)[:, None],)
                 else:
                     new = new + (accs[g] / tl.load(v_gain_ptr + n * DV + c_C, mask=c_C < DV, other=1.0)[None, :],)
@@ -287,6 +288,9 @@ FETCH = True  # ask L2 for the next page where one tile at a time is in shared m
 def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int, int]:
     """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then, pipeline stages)."""
     wide = max(layout.k_dim, layout.v_dim) > 128
+    if layout.format.values:
+        tile = 128 if layout.format.v.order == "planes" and layout.format.v.code == "fp4" else 64
+        return 16, tile, 4, 255, 2, 2
     if layout.format.code == "fp4":
         tile = 128 if layout.format.order == "planes" else 64
         # stages as measured: one tile in shared memory and the next page in L2, but for head dim 112
@@ -308,19 +312,24 @@ def native(layout: PageLayout, device: torch.device) -> bool:
     return on_blackwell and layout.format.name == "mxfp4" and layout.k_dim in (64, 128, 256)
 
 
+def code_of(f: KVFormat) -> int:
+    """What the kernel calls a format's codes (general_tiles.py)."""
+    return ["fp16", "fp8", "planes", "linear"].index(f.order if f.code == "fp4" else f.code)
+
+
 def constants(layout: PageLayout, heads: int, rows: int, queries: int, batch: int, *, sinks: int, ring: int, sliding: int,
               softcap: float, natively: bool = False) -> dict[str, object]:
     """Compile-time arguments of `attend_general`; `natively`: see `native`."""
-    f = layout.format
+    f, v = layout.format, layout.format.v
     block_rows, tile, _, _, _, stages = tuning(layout, rows)
     at = {k: v[0] for k, v in layout.offsets.items()}
     return {
         "BP": max(16, triton.next_power_of_2(batch)), "N": heads, "R": rows, "T": queries, "D": layout.k_dim, "DV": layout.v_dim,
         "RP": block_rows, "TT": 128 if natively else tile, "STAGES": stages, "FETCH": FETCH and stages == 2, "NATIVE": natively,
-        "CODE": ["fp16", "fp8", "planes", "linear"].index(f.order if f.code == "fp4" else f.code),
-        "BF": f.code == "fp4" and f.scale == "e8m0",
-        "FACTOR": f.code == "fp4" and f.scale == "e4m3", "BY_CHANNEL": f.v_axis == "channel", "BLOCK": max(f.block, 1),
-        "GROUP": max(f.v_group, 1), "KNB": layout.k_blocks, "VNB": layout.v_scale_shape[1], "OUT": layout.outliers,
+        "CODE": code_of(f), "BF": f.code == "fp4" and f.scale == "e8m0", "FACTOR": f.code == "fp4" and f.scale == "e4m3",
+        "BLOCK": max(f.block, 1), "KNB": layout.k_blocks, "OUT": layout.outliers,
+        "VCODE": code_of(v), "VBF": v.code == "fp4" and v.scale == "e8m0", "VFACTOR": v.code == "fp4" and v.scale == "e4m3",
+        "BY_CHANNEL": v.v_axis == "channel", "GROUP": max(v.v_group, 1), "VNB": layout.v_scale_shape[1],
         "SINKS": sinks, "RING": max(ring, 1), "SLIDING": sliding, "SOFTCAP": softcap, "PAGE_BYTES": layout.page_bytes,
         "V_AT": at["v_codes"], "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"],
     }

@@ -12,6 +12,7 @@ import triton.language as tl
 from ...kv.format import PAGE, PageLayout
 from .fused_elements import _exponent, _pow2, _scale_byte, _shift_byte, _tally
 
+FORMATS = ("fp16", "fp8", "nvfp4", "mxfp4")
 FP16 = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 FP4 = tl.constexpr(2)
@@ -169,9 +170,9 @@ def encode_general(
     pool_ptr, k_ptr, v_ptr, runs_ptr, k_mean_ptr, k_gain_ptr, v_gain_ptr, counts_ptr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr, TT: tl.constexpr, CODE: tl.constexpr, E8M0: tl.constexpr,
     BLOCK: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, ROPE_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    TRAILER_AT: tl.constexpr, FIRST: tl.constexpr,
 ):
-    """Runs of up to TT tokens: program (run, head, K or V)."""
+    """Runs of up to TT tokens: program (run, head, K or V); FIRST 1: V alone."""
     run = tl.program_id(0)
     n = tl.program_id(1)
     page = tl.load(runs_ptr + run * 4)
@@ -183,7 +184,7 @@ def encode_general(
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     i_T = tl.arange(0, TT)
     on_T = i_T < count
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) + FIRST == 0:
         _encode_side(record, row + i_T, on_T, slot + i_T, slot, n, k_ptr, k_mean_ptr, k_gain_ptr, counts_ptr, N, D + ROPE, D, TT, CODE,
                      E8M0, BLOCK, 0, KS_AT, TRAILER_AT, True, False)
         if ROPE > 0:
@@ -203,25 +204,31 @@ def encode_general(
 # launch ----------------------------------------------------------------------------------------------------------------
 def serves(layout: PageLayout) -> bool:
     """Whether `encode` writes this layout."""
-    return layout.format.name in ("fp16", "fp8", "nvfp4", "mxfp4")
+    return layout.format.name in FORMATS
 
 
-def constants(layout: PageLayout, heads: int, most: int) -> dict[str, object]:
+def serves_side(layout: PageLayout, side: int) -> bool:
+    """Whether `encode` writes K (side 0) or V (1) of this layout alone."""
+    return (layout.format.k, layout.format.v)[side].name in FORMATS
+
+
+def constants(layout: PageLayout, heads: int, most: int, side: int | None = None) -> dict[str, object]:
     """Compile-time arguments of `encode_general` for runs of at most `most` tokens."""
-    at, f = {k: v[0] for k, v in layout.offsets.items()}, layout.format
+    at, f = {k: v[0] for k, v in layout.offsets.items()}, layout.format.v if side == 1 else layout.format
     return {
         "N": heads, "D": layout.k_dim, "DV": layout.v_dim, "ROPE": layout.rope, "TT": 4 if most <= 4 else PAGE,
         "CODE": ["fp16", "fp8", "fp4"].index(f.code), "E8M0": f.scale == "e8m0", "BLOCK": max(f.block, 0),
         "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"], "KS_AT": at["k_scales"], "VS_AT": at["v_scales"],
-        "ROPE_AT": at["k_rope"], "TRAILER_AT": at["trailer"],
+        "ROPE_AT": at["k_rope"], "TRAILER_AT": at["trailer"], "FIRST": int(side == 1),
     }
 
 
 def encode(
     pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: tuple[torch.Tensor, ...],
-    layout: PageLayout, *, most: int = PAGE,
+    layout: PageLayout, *, most: int = PAGE, side: int | None = None,
 ) -> torch.Tensor:
     """As `records.encode_naive`, for layouts that it `serves`; int32 runs. `most`: no run has more tokens. The host reads nothing.
+    `side` 0: only K and the count of tokens, 1: only V.
 
     Returns int64 [2]: elements saturated, NaNs zeroed.
     """
@@ -229,7 +236,7 @@ def encode(
     if not len(runs_R4):
         return counts
     N = pool_PNb.shape[1]
-    encode_general[(len(runs_R4), N, 2 if layout.v_dim else 1)](
-        pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs_R4, book[1], book[2], book[4], counts, **constants(layout, N, most),
+    encode_general[(len(runs_R4), N, 2 if layout.v_dim and side is None else 1)](
+        pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs_R4, book[1], book[2], book[4], counts, **constants(layout, N, most, side),
         num_warps=1 if most <= 4 else 4, enable_fp_fusion=False)
     return counts

@@ -160,9 +160,9 @@ def encode_planes(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr, TT: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, ROPE_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    TRAILER_AT: tl.constexpr, FIRST: tl.constexpr,
 ):
-    """Runs of up to TT tokens: program (run, head, K or V)."""
+    """Runs of up to TT tokens: program (run, head, K or V); FIRST 1: V alone."""
     run = tl.program_id(0)
     n = tl.program_id(1)
     page = tl.load(runs_ptr + run * 4)
@@ -174,7 +174,7 @@ def encode_planes(
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     i_T = tl.arange(0, TT)
     on_T = i_T < count
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) + FIRST == 0:
         _encode_k(record, row + i_T, on_T, slot + i_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
                   table_ptr, N, D + ROPE, D, OUT, KS_AT, TRAILER_AT)
         if OUT > 0:
@@ -195,26 +195,33 @@ def encode_planes(
 # launch ----------------------------------------------------------------------------------------------------------------
 def serves(layout: PageLayout) -> bool:
     """Whether `encode` writes this layout."""
-    f = layout.format
-    by_token = layout.v_dim == 0 or (f.v_axis == "token" and f.v_group == 64)
-    return f.code == "fp4" and f.order == "planes" and f.search and by_token and layout.rope in (0, 16, 32, 64)
+    return layout.format.values is None and all(serves_side(layout, side) for side in range(2 if layout.v_dim else 1))
 
 
-def constants(layout: PageLayout, heads: int, most: int) -> dict[str, object]:
+def serves_side(layout: PageLayout, side: int) -> bool:
+    """Whether `encode` writes K (side 0) or V (1) of this layout alone."""
+    f = (layout.format.k, layout.format.v)[side]
+    whole = f.v_axis == "token" and f.v_group == 64 if side else layout.rope in (0, 16, 32, 64)
+    return f.code == "fp4" and f.order == "planes" and f.search and whole
+
+
+def constants(layout: PageLayout, heads: int, most: int, side: int | None = None) -> dict[str, object]:
     """Compile-time arguments of `encode_planes` for runs of at most `most` tokens."""
     at = {k: v[0] for k, v in layout.offsets.items()}
     return {
         "N": heads, "D": layout.k_dim, "DV": layout.v_dim, "ROPE": layout.rope, "TT": 4 if most <= 4 else PAGE, "OUT": layout.outliers,
         "OUTP": triton.next_power_of_2(max(1, layout.outliers)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "ROPE_AT": at["k_rope"], "TRAILER_AT": at["trailer"],
+        "FIRST": int(side == 1),
     }
 
 
 def encode(
     pool_PNb: torch.Tensor, k_TNd: torch.Tensor, v_TNd: torch.Tensor, runs_R4: torch.Tensor, book: tuple[torch.Tensor, ...],
-    layout: PageLayout, *, most: int = PAGE,
+    layout: PageLayout, *, most: int = PAGE, side: int | None = None,
 ) -> torch.Tensor:
     """As `records.encode_naive`, for layouts that it `serves`; int32 runs. `most`: no run has more tokens. The host reads nothing.
+    `side` 0: only K and the count of tokens, 1: only V.
 
     Returns int64 [2]: elements saturated, NaNs zeroed.
     """
@@ -222,7 +229,7 @@ def encode(
     if not len(runs_R4):
         return counts
     N = pool_PNb.shape[1]
-    encode_planes[(len(runs_R4), N, 2 if layout.v_dim else 1)](
+    encode_planes[(len(runs_R4), N, 2 if layout.v_dim and side is None else 1)](
         pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs_R4, *book, counts, table_on(pool_PNb.device),
-        **constants(layout, N, most), num_warps=1 if most <= 4 else 8, enable_fp_fusion=False)
+        **constants(layout, N, most, side), num_warps=1 if most <= 4 else 8, enable_fp_fusion=False)
     return counts

@@ -237,7 +237,7 @@ def unpack(records: torch.Tensor, layout: PageLayout) -> Parts:
     trailer = part("trailer").contiguous().view(torch.int32)
     return Parts(
         unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True),
-        unpack_codes(part("v_codes"), layout.v_dim, layout.format, is_k=False)
+        unpack_codes(part("v_codes"), layout.v_dim, layout.format.v, is_k=False)
         if layout.v_dim
         else records.new_zeros(*records.shape[:-1], PAGE, 0, dtype=torch.float16 if layout.format.code == "fp16" else torch.uint8),
         part("k_scales").unflatten(-1, (PAGE, layout.k_blocks)),
@@ -257,7 +257,7 @@ def pack(parts: Parts, layout: PageLayout) -> torch.Tensor:
     out = torch.cat(
         [
             pack_codes(parts.k_codes, layout.format, is_k=True),
-            pack_codes(parts.v_codes, layout.format, is_k=False),
+            pack_codes(parts.v_codes, layout.format.v, is_k=False),
             parts.k_scales.flatten(-2),
             parts.v_scales.flatten(-2),
             parts.k_outliers.contiguous().flatten(-2).view(torch.uint8),

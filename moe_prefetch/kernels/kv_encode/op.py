@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,14 +18,25 @@ PROVEN: tuple[str, ...] = ("fused", "general", "general_planes")
 
 
 def fused_for(device: torch.device, layout: PageLayout) -> Callable[..., torch.Tensor] | None:
-    """The fused function that writes such pages on this device, if one does. It writes the bytes of the law."""
-    if device.type == "cuda":
-        from . import fused, general, general_planes
+    """The fused function that writes such pages on this device, if one does. It writes the bytes of the law. Where V has a format of its
+    own, K and V are a launch each.
+    """
+    if device.type != "cuda":
+        return None
+    from . import fused, general, general_planes
 
-        for module in (fused, general, general_planes):
-            if module.serves(layout):
-                return module.encode if module.__name__.rpartition(".")[2] in PROVEN else None
+    proven = lambda module: module.__name__.rpartition(".")[2] in PROVEN  # noqa: E731
+    if layout.format.values:
+        k, v = (next((m for m in (general, general_planes) if m.serves_side(layout, side)), None) for side in (0, 1))
+        return partial(_encode_sides, k.encode, v.encode) if k and v and proven(k) and proven(v) else None
+    for module in (fused, general, general_planes):
+        if module.serves(layout):
+            return module.encode if proven(module) else None
     return None
+
+
+def _encode_sides(k_side: Callable[..., torch.Tensor], v_side: Callable[..., torch.Tensor], *args: Any, most: int) -> torch.Tensor:
+    return k_side(*args, most=most, side=0) + v_side(*args, most=most, side=1)
 
 
 @torch.library.custom_op("moe_prefetch::kv_encode", mutates_args=("pool_PNb",))

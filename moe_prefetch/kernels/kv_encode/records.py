@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kv.format import PAGE, PageLayout
+from ...kv.format import PAGE, KVFormat, PageLayout
 from . import naive as law
 
 # channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as `shares` makes them
@@ -20,9 +20,9 @@ def encode_naive(
     k_TNd     [T, N, dk + rope], v_TNd [T, N, dv]; any float dtype
     runs_R4   int [R, 4]: page, first slot, first row of k and v, tokens; no page twice, the first slot is the page's fill, and for formats
               whose V scale covers several tokens slot and count are multiples of that group
+    In a pair each side is coded as in its own format.
     Returns int64 [2]: elements saturated, NaNs zeroed.
     """
-    fmt = layout.format
     runs = runs_R4.long()
     page, slot, row, count = runs.unbind(-1)
     run_t = torch.repeat_interleave(torch.arange(len(runs), device=runs.device), count)
@@ -31,33 +31,16 @@ def encode_naive(
     k, k_sat, k_nan = law.clean(k_TNd[row_t])
     v, v_sat, v_nan = law.clean(v_TNd[row_t])
     k, rope = k[..., : layout.k_dim], k[..., layout.k_dim :]
-    channels, k_mean, k_gain, k_weight, v_gain, v_weight = book
 
     parts = law.unpack(pool_PNb[page], layout)
-    if fmt.code == "fp16":
-        k_code, v_code, k_scale, v_scale = k.half(), v.half(), None, None
-    elif fmt.code == "fp8":
-        k_code, k_scale = law.fp8_rows(k)
-        v_code, v_scale = law.fp8_rows(v) if layout.v_dim else (v.to(torch.uint8), None)
-    else:
-        k = k - k_mean
-        at = channels.long().clamp(min=0).expand(len(k), -1, -1)
-        used = (channels >= 0).expand_as(at)
-        outlier = k.gather(-1, at).masked_fill(~used, 0.0)
-        slots = torch.zeros(k.shape, dtype=torch.bool, device=k.device).scatter(-1, at, used)
-        k_code, k_scale = law.fp4_blocks(k * k_gain.masked_fill(slots, 0.0), k_weight, fmt.block, fmt)
-        v = v * v_gain
-        if not layout.v_dim:
-            v_code, v_scale = v.to(torch.uint8), None
-        elif fmt.v_axis == "token":
-            v_code, v_scale = law.fp4_blocks(v, v_weight, fmt.v_group, fmt)
-        else:
-            grouped = v.unflatten(0, (-1, fmt.v_group)).permute(0, 2, 3, 1)
-            v_code, v_scale = law.fp4_blocks(grouped, v_weight[..., None], fmt.v_group, fmt)
-            v_code = v_code.permute(0, 3, 1, 2).flatten(0, 1)
-        parts.k_outliers[run_t, :, slot_t] = outlier.clamp(-law.FP16_MAX, law.FP16_MAX).half()
+    k_code, k_scale, outlier = _code_k(k, book, layout)
     parts.k_codes[run_t, :, slot_t] = k_code
-    parts.v_codes[run_t, :, slot_t] = v_code
+    if outlier is not None:
+        parts.k_outliers[run_t, :, slot_t] = outlier
+    v_scale = None
+    if layout.v_dim:
+        v_code, v_scale = _code_v(v, book, layout)
+        parts.v_codes[run_t, :, slot_t] = v_code
     parts.k_rope[run_t, :, slot_t] = rope.half()
     for side, scale in ((0, k_scale), (1, v_scale)):
         if scale is not None:
@@ -67,9 +50,43 @@ def encode_naive(
     return torch.stack([k_sat + v_sat, k_nan + v_nan])
 
 
+def _code_k(
+    k_TNd: torch.Tensor, book: Book, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes of K, FP32 scales [T, N, blocks] (fp8: exponent bytes; fp16: none), and where there is a codebook FP16 outliers [T, N, O]."""
+    fmt, (channels, k_mean, k_gain, k_weight, _, _) = layout.format, book
+    if fmt.code == "fp16":
+        return k_TNd.half(), None, None
+    if fmt.code == "fp8":
+        return *law.fp8_rows(k_TNd), None
+    k = k_TNd - k_mean
+    at = channels.long().clamp(min=0).expand(len(k), -1, -1)
+    used = (channels >= 0).expand_as(at)
+    outlier = k.gather(-1, at).masked_fill(~used, 0.0)
+    # Added up: unused entries point at channel 0, too.
+    slots = torch.zeros(k.shape, dtype=torch.int32, device=k.device).scatter_add(-1, at, used.int())
+    code, scale = law.fp4_blocks(k * k_gain.masked_fill(slots > 0, 0.0), k_weight, fmt.block, fmt)
+    return code, scale, outlier.clamp(-law.FP16_MAX, law.FP16_MAX).half()
+
+
+def _code_v(v_TNd: torch.Tensor, book: Book, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales of V; with scales per channel these are [groups, N, dv, 1]."""
+    fmt, (*_, v_gain, v_weight) = layout.format.v, book
+    if fmt.code == "fp16":
+        return v_TNd.half(), None
+    if fmt.code == "fp8":
+        return law.fp8_rows(v_TNd)
+    v = v_TNd * v_gain
+    if fmt.v_axis == "token":
+        return law.fp4_blocks(v, v_weight, fmt.v_group, fmt)
+    grouped = v.unflatten(0, (-1, fmt.v_group)).permute(0, 2, 3, 1)
+    code, scale = law.fp4_blocks(grouped, v_weight[..., None], fmt.v_group, fmt)
+    return code.permute(0, 3, 1, 2).flatten(0, 1), scale
+
+
 def _place_scales(parts: law.Parts, side: int, scale: torch.Tensor, run_t: torch.Tensor, slot_t: torch.Tensor, layout: PageLayout) -> None:
     """Grow the page's factor where a new scale needs it, shift the old bytes, write the new ones."""
-    fmt = layout.format
+    fmt = layout.format.v if side else layout.format
     stored = parts.v_scales if side else parts.k_scales
     by_channel = side == 1 and fmt.v_axis == "channel"
     if by_channel:  # scale [groups, N, dv, 1], one group per v_group tokens
@@ -105,40 +122,42 @@ def decode_naive(records_XNb: torch.Tensor, book: Book, layout: PageLayout) -> t
 
     Slots beyond a page's fill come out as whatever lies there, NaN included: the caller cuts them off.
     """
-    fmt = layout.format
-    channels, k_mean, k_gain, _, v_gain, _ = book
     parts = law.unpack(records_XNb, layout)
-    if fmt.code == "fp16":
-        k, v = parts.k_codes.float(), parts.v_codes.float()
-    elif fmt.code == "fp8":
-        k = parts.k_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.k_scales, fmt)
-        v = parts.v_codes.contiguous().view(torch.float8_e4m3fn).float()
-        v = v * law.scale_values(parts.v_scales, fmt) if layout.v_dim else v
-    else:
-        factor = law.pow2(parts.factor) if fmt.scale == "e4m3" else torch.ones_like(parts.factor, dtype=torch.float32)
-        k = law.fp4_values(parts.k_codes) * _spread(parts.k_scales, factor[..., 0], layout.k_dim, fmt.block, layout)
-        k = k / k_gain[:, None]
-        if layout.outliers:
-            at = channels.long().clamp(min=0)[:, None].expand(*k.shape[:-1], -1)
-            out = torch.where((channels >= 0)[:, None], parts.k_outliers.float(), 0.0)
-            k = k.scatter_add(-1, at, out)
-        k = k + k_mean[:, None]
-        v = parts.v_codes
-        if layout.v_dim and fmt.v_axis == "token":
-            v = law.fp4_values(parts.v_codes) * _spread(parts.v_scales, factor[..., 1], layout.v_dim, fmt.v_group, layout)
-            v = v / v_gain[:, None]
-        elif layout.v_dim:
-            s = law.scale_values(parts.v_scales, fmt) * factor[..., 1, None, None]
-            v = law.fp4_values(parts.v_codes) * s.repeat_interleave(fmt.v_group, -1).mT
-            v = v / v_gain[:, None]
-    v = v if layout.v_dim else k
+    k = _values_of_k(parts, book, layout)
+    v = _values_of_v(parts, book, layout) if layout.v_dim else k
     return torch.cat([k, parts.k_rope.float()], -1) if layout.rope else k, v
 
 
-def _spread(scales: torch.Tensor, factor: torch.Tensor, dim: int, block: int, layout: PageLayout) -> torch.Tensor:
-    """Scale bytes [X, N, PAGE, blocks] -> FP32 [X, N, PAGE, dim]."""
-    s = law.scale_values(scales.contiguous(), layout.format) * factor[..., None, None]
-    return s.repeat_interleave(block, -1)[..., :dim]
+def _values_of_k(parts: law.Parts, book: Book, layout: PageLayout) -> torch.Tensor:
+    fmt, (channels, k_mean, k_gain, *_) = layout.format, book
+    if fmt.code == "fp16":
+        return parts.k_codes.float()
+    if fmt.code == "fp8":
+        return parts.k_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.k_scales, fmt)
+    k = law.fp4_values(parts.k_codes) * _scales(parts, 0, fmt).repeat_interleave(fmt.block, -1)[..., : layout.k_dim]
+    k = k / k_gain[:, None]
+    if layout.outliers:
+        at = channels.long().clamp(min=0)[:, None].expand(*k.shape[:-1], -1)
+        out = torch.where((channels >= 0)[:, None], parts.k_outliers.float(), 0.0)
+        k = k.scatter_add(-1, at, out)
+    return k + k_mean[:, None]
+
+
+def _values_of_v(parts: law.Parts, book: Book, layout: PageLayout) -> torch.Tensor:
+    fmt, v_gain = layout.format.v, book[4]
+    if fmt.code == "fp16":
+        return parts.v_codes.float()
+    if fmt.code == "fp8":
+        return parts.v_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.v_scales, fmt)
+    scale = _scales(parts, 1, fmt).repeat_interleave(fmt.v_group, -1)
+    scale = scale[..., : layout.v_dim] if fmt.v_axis == "token" else scale.mT
+    return law.fp4_values(parts.v_codes) * scale / v_gain[:, None]
+
+
+def _scales(parts: law.Parts, side: int, fmt: KVFormat) -> torch.Tensor:
+    """FP32 scales of FP4, K's (side 0) or V's, with the page's factor."""
+    s = law.scale_values((parts.v_scales if side else parts.k_scales).contiguous(), fmt)
+    return s * law.pow2(parts.factor[..., side, None, None]) if fmt.scale == "e4m3" else s
 
 
 def shares(weight_Nd: torch.Tensor, block: int) -> torch.Tensor:
@@ -151,11 +170,12 @@ def shares(weight_Nd: torch.Tensor, block: int) -> torch.Tensor:
 
 def book_shares(k_weight: torch.Tensor, v_weight: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Both weights of a book in the blocks of its layout. Channels that share no scale have equal weights."""
-    fmt = layout.format
-    if not fmt.search:
-        return k_weight, v_weight
-    by_token = fmt.v_axis == "token"
-    return shares(k_weight, fmt.block), shares(v_weight if by_token else torch.ones_like(v_weight), fmt.v_group)
+    k, v = layout.format, layout.format.v
+    if k.search:
+        k_weight = shares(k_weight, k.block)
+    if v.search:
+        v_weight = shares(v_weight if v.v_axis == "token" else torch.ones_like(v_weight), v.v_group)
+    return k_weight, v_weight
 
 
 def neutral_book(layout: PageLayout, heads: int, device: torch.device | str = "cpu") -> Book:
