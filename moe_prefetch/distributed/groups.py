@@ -77,6 +77,9 @@ class Group:
         names = [f"{number}/{r}" for r in range(self.size)]
         try:
             self._store.set(names[self.rank], word)
+            if number > 1:
+                # All have said the word before this one, so all have read the one before that.
+                self._store.delete_key(f"{number - 2}/{self.rank}")
             # Asked and not waited for: an exception of the store takes up to a second to be made.
             while not self._store.check(names):
                 if self._runtime.now() > end:

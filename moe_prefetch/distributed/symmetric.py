@@ -21,6 +21,7 @@ from ..runtime import REAL, Runtime
 from .groups import DEADLINE, Group
 
 LINE = 128  # bytes; blocks start at multiples of it
+ORDERED = ("x86_64", "AMD64")  # processors whose stores others see in the order they were made
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -66,7 +67,7 @@ def symmetric_memory(group: Group, device: torch.device | str, runtime: Runtime 
     places = group.neighbours(deadline)
     if device.type == "cuda":
         return CudaMemory(group, places, device, deadline)
-    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+    if device.type != "cpu" or platform.machine() not in ORDERED:
         raise UnsupportedModelError(f"ranks can't share memory of {device.type} on {platform.machine()}", where="symmetric memory",
                                     expected="CUDA, or a CPU of x86-64", do="use dispatch mode host")
     return CpuMemory(group, places, runtime)

@@ -60,6 +60,15 @@ def twice(rank: int, world: int) -> Any:
     return got
 
 
+def forgets(rank: int, world: int) -> Any:
+    """Words that every rank has read do not pile up in the store."""
+    group = Group.of()
+    for i in range(5):
+        assert group.gather(bytes([i])) == [bytes([i])] * world
+    group.gather(b"over")
+    return [group._store.check([f"{i}/{rank}"]) for i in range(6)]
+
+
 def agreement(rank: int, world: int) -> Any:
     group = Group.of()
     group.agree("test", {"capacity": 64, "mode": "gather"})

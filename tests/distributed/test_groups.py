@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 CASES = "tests.distributed.group_cases"
 TWO_HOSTS = "hosts a b a"
 PLAN = [(2, ["plain", "twice", "agreement", "real_host", "memory_refusals", "absent"]),
-        (3, ["plain", "agreement", TWO_HOSTS, "absent"]), (4, ["plain", "twice", "hosts a b b a", "hosts a b c d"])]
+        (3, ["plain", "forgets", "agreement", TWO_HOSTS, "absent"]), (4, ["plain", "twice", "hosts a b b a", "hosts a b c d"])]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,11 @@ def test_a_group_knows_its_ranks_and_hears_every_word(results, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_objects_over_one_group_do_not_read_each_other(results, world):
     assert all(all(said) for said in whole(results, world, "twice"))
+
+
+def test_words_that_all_have_read_leave_the_store(results):
+    for said in whole(results, 3, "forgets"):
+        assert said == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize("world", [2, 3])

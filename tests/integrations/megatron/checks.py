@@ -125,6 +125,21 @@ class Checks:
             assert rank["steps"] == 8
             assert rank["forward_calls"] == 0
 
+    @pytest.mark.parametrize("layout", ["ep2", "tp2ep2"])
+    def test_served_experts_are_the_models_own(self, results: Results, layout: str) -> None:
+        for rank in results(f"serve_{layout}"):
+            # FP32, sums in another order.
+            assert max(rank["off"].values()) < 1e-5, rank["off"]
+            assert all(rank["bits"]) and all(rank["same"]) and rank["restored"]
+            assert "served or watched already" in rank["twice"] and "keeps gradients" in rank["training"]
+        assert len({tuple(rank["made"]) for rank in results(f"serve_{layout}")}) == 1
+        assert set(results(f"serve_{layout}")[0]["made"]) == {32, 64}
+
+    def test_experts_that_no_kernel_computes_are_refused(self, results: Results) -> None:
+        (said,) = results("serve_refuses")
+        assert "no SwiGLU" in said["gelu"] and "add_bias_linear is True" in said["bias"] and "SimpleNamespace" in said["other"]
+        assert said["grouped"]
+
     def test_replay_records_the_same_choices(self, results: Results) -> None:
         (found,) = results("routing_replay")
         assert all(found["same"].values())

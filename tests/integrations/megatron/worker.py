@@ -71,7 +71,7 @@ def main() -> None:
     from moe_prefetch.integrations import megatron_cpu
 
     megatron_cpu.install()
-    from tests.integrations.megatron import fault_cases, model_cases  # noqa: F401 add their cases
+    from tests.integrations.megatron import fault_cases, model_cases, serve_cases  # noqa: F401 add their cases
     from tests.integrations.megatron.cases import CASES
 
     names = [n for n, c in CASES.items() if (n in wanted if wanted else not c.asked) and n not in left_out]

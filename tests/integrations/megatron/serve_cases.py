@@ -1,0 +1,103 @@
+"""A model's MoE layers served by our dispatch, beside Megatron's own dispatchers: what every rank returns is asserted in `checks`."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from moe_prefetch.errors import MoEPrefetchError
+from moe_prefetch.integrations import megatron_cpu
+from moe_prefetch.integrations.megatron_dispatch import serve_experts, weights_of
+from tests.integrations.megatron import harness
+from tests.integrations.megatron.cases import case
+
+SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_router_load_balancing_type": "none", "hidden_dropout": 0.0}
+
+
+def model_of(**layout: int) -> Any:
+    harness.groups(**layout)
+    cfg = harness.config(**harness.sizes(**layout, moe_token_dispatcher_type="alltoall", **SHARED))
+    megatron_cpu.seed(3)
+    torch.manual_seed(3)
+    (model,) = harness.build(cfg)
+    return model.eval()
+
+
+def run(model: Any, batch: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank() + 10 * batch)
+    tokens = torch.randint(0, harness.VOCABULARY, (batch, harness.SEQUENCE), generator=g)
+    place = torch.arange(harness.SEQUENCE).expand_as(tokens)
+    mask = torch.triu(torch.ones(harness.SEQUENCE, harness.SEQUENCE, dtype=torch.bool), 1)[None, None]
+    with torch.no_grad():
+        return model(tokens, place, mask)
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except MoEPrefetchError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def served(folder: Path, **layout: int) -> dict[str, Any]:
+    """Batches that differ between ranks, by every mode; bits between modes and against `deterministic` off; what is left afterwards."""
+    model = model_of(**layout)
+    rank = parallel_state.get_data_parallel_rank()
+    batches = (1, 2 - rank % 2, 1 + rank % 2)
+    want, names = [run(model, b) for b in batches], sorted(model.state_dict())
+    before = {k: v.clone() for k, v in model.state_dict().items() if torch.is_tensor(v)}
+    most, out = harness.SEQUENCE * 2, {}
+    for name, modes, bits in (("gather", {most: "gather"}, True), ("host", {most: "host"}, True), ("sums", {most: "gather"}, False),
+                              ("rounds", {7: "gather"}, True), ("sizes", {harness.SEQUENCE: "gather", most: "host"}, True)):
+        with serve_experts(model, modes, deterministic=bits, deadline=60.0) as serving:
+            out[name] = [run(model, b) for b in batches]
+            same = sorted(model.state_dict()) == names and all(
+                torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+            sizes = [serving.steps.next(harness.SEQUENCE * b).size for b in batches] if name == "sizes" else []
+            twice = refusal(lambda: serve_experts(model)) if name == "gather" else ""
+            training = refusal(lambda: model(torch.zeros(1, 4, dtype=torch.long), torch.arange(4)[None], None)) if name == "host" else ""
+        out |= {f"{name}_same": same, "made": sizes or out.get("made"), "twice": twice or out.get("twice"),
+                "training": training or out.get("training")}
+    after = [run(model, b) for b in batches]
+    return {"off": {k: max(off(a, b) for a, b in zip(out[k], want, strict=True)) for k in ("gather", "host", "sums", "rounds", "sizes")},
+            "bits": [all(torch.equal(a, b) for a, b in zip(out["gather"], out[k], strict=True)) for k in ("host", "rounds", "sizes")],
+            "same": [out[f"{k}_same"] for k in ("gather", "host", "sums", "rounds", "sizes")], "made": out["made"], "twice": out["twice"],
+            "training": out["training"], "restored": all(torch.equal(a, b) for a, b in zip(after, want, strict=True))}
+
+
+@case(2)
+def serve_ep2(folder: Path) -> dict[str, Any]:
+    return served(folder, ep=2)
+
+
+@case(4)
+def serve_tp2ep2(folder: Path) -> dict[str, Any]:
+    return served(folder, tp=2, ep=2)
+
+
+@case(1)
+def serve_refuses(folder: Path) -> dict[str, Any]:
+    """Experts that our kernel does not compute; and how Transformer Engine's grouped layers carry theirs."""
+    said = {}
+    for name, change in {"gelu": {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
+                         "bias": {"add_bias_linear": True}}.items():
+        harness.groups()
+        (model,) = harness.build(harness.config(**harness.sizes(**change)))
+        said[name] = refusal(lambda: serve_experts(model))  # noqa: B023
+    (moe,) = [m for m in model_of().modules() if type(m).__name__ == "MoELayer"][:1]
+    plain = weights_of(moe)
+    fcs = [SimpleNamespace(**{f"weight{i}": pair[n] for i, pair in enumerate(plain)}) for n in range(2)]
+    grouped = SimpleNamespace(config=moe.config, layer_number=1, num_local_experts=moe.num_local_experts,
+                              experts=SimpleNamespace(linear_fc1=fcs[0], linear_fc2=fcs[1]))
+    said["grouped"] = all(a is b for x, y in zip(weights_of(grouped), plain, strict=True) for a, b in zip(x, y, strict=True))  # type: ignore[arg-type]
+    grouped.experts = SimpleNamespace()
+    said["other"] = refusal(lambda: weights_of(grouped))  # type: ignore[arg-type]
+    return said
