@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 32
+COLUMNS, ROWS = 32, 4
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -39,8 +39,7 @@ def turn(x_BHTd: torch.Tensor, m_Ndd: torch.Tensor, wide: bool) -> torch.Tensor:
         return out
     x = x_BHTd if x_BHTd.stride(3) == 1 else x_BHTd.contiguous()
     rows = B * H // N * T
-    each = 4 if rows <= 64 else 16
-    turn_rows[(N, triton.cdiv(D, COLUMNS), triton.cdiv(rows, each))](
-        x, m_Ndd, out, rows, T, *x.stride()[:3], *m_Ndd.stride()[1:], G=H // N, D=D, DP=triton.next_power_of_2(D), C=COLUMNS, R=each,
+    turn_rows[(N, triton.cdiv(D, COLUMNS), triton.cdiv(rows, ROWS))](
+        x, m_Ndd, out, rows, T, *x.stride()[:3], *m_Ndd.stride()[1:], G=H // N, D=D, DP=triton.next_power_of_2(D), C=COLUMNS, R=ROWS,
         WIDE=wide, num_warps=4)
     return out
