@@ -16,6 +16,7 @@ from moe_prefetch.errors import ArtefactError, SessionError, ShapeError, Unsuppo
 from moe_prefetch.experts.homes import Block, HostHome, LocalHome, MemoryStore, PeerHome
 from moe_prefetch.experts.sources import CheckpointSource, ModuleSource
 from moe_prefetch.experts.store import DiskStore
+from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import LINE, PAGE, Form, RecordLayout, pieces
 from moe_prefetch.runtime import REAL, Runtime
 from tests.experts.layouts import CLASSES, D, E, F, checkpoint_of, module_of
@@ -291,9 +292,18 @@ def test_a_peer_s_memory_needs_access_in_both_directions(possible):
 
 @pytest.mark.gpu
 def test_page_locked_records_are_read_where_they_are():
-    store = MemoryStore(ModuleSource([module_of("qwen3")]), HostHome(REAL), REAL)
-    assert all(store.buffer(0, e).is_pinned() for e in range(E))
-    store.close()
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(3, D, generator=g).bfloat16().cuda(), torch.rand(3, 2, generator=g).cuda()
+    ids, said = torch.randint(0, E, (3, 2), generator=g).cuda(), []
+    for home in (HostHome(REAL), LocalHome("cuda", REAL)):
+        store = MemoryStore(ModuleSource([module_of("qwen3")]), home, REAL)
+        where = torch.tensor([store.address(0, e) for e in range(E)], device="cuda")
+        said.append(expert_mlp(x, ids, weights, where, store.form).clone())
+        torch.cuda.synchronize()
+        store.close()
+    assert torch.equal(*said)
+    assert said[0].isfinite().all()
+    assert said[0].any()
 
 
 # what is refused ------------------------------------------------------------------------------------------------------------
