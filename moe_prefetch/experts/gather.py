@@ -1,4 +1,5 @@
-"""Mode gather on a device: three launches around the experts, nothing that the host waits for, so that a step can be captured in a graph.
+"""Mode gather on a device: a launch before the experts and one or two behind, nothing that the host waits for, so that a step can be
+captured in a graph.
 
 `Dispatch` opens it on GPUs.
 """
@@ -58,8 +59,8 @@ class Gather:
             if self._device.type == "cuda":
                 # Calls may come on any stream.
                 torch.cuda.synchronize(self._device)
-        # Nanoseconds on a GPU; the interpreter has no clock and counts its looks, a few thousand a second.
-        self._limit = int(deadline * (1e9 if self._device.type == "cuda" else 5e3))
+        # Nanoseconds on a GPU; the interpreter has no clock and counts its looks, a few thousand a second, by words a few hundred.
+        self._limit = int(deadline * (1e9 if self._device.type == "cuda" else 300 if self.planes.by_words else 5e3))
         group.agree("gather", {"ready": True}, attach_deadline)
 
     def place(self, placement: Placement) -> None:
@@ -100,27 +101,25 @@ class Gather:
                 if r:
                     self._put(turn, part, True)
                 elif not waits:
-                    op.wait(*self._same[:-1], self.group.rank, self._limit)
+                    op.wait(*part, self._serve_E, self._number_RE, *self._same, self.group.rank, self._limit)
                 outs.append(self._serve(layer, turn, part[1], part[2]))
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         return finish
 
     @property
-    def _same(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        return self._bases_R, self.block.mine, self._state, self._failed, self.spec.capacity
+    def _same(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, bool]:
+        return self._bases_R, self.block.mine, self._state, self._failed, self.spec.capacity, self.spec.deterministic
 
     def _put(self, turn: int, part: tuple[torch.Tensor, ...], waits: bool) -> None:
-        op.put(*part, self._serve_E, self._number_RE, *self._same, self.spec.deterministic, turn, self.group.rank, self._limit, waits)
+        op.put(*part, self._serve_E, self._number_RE, *self._same, turn, self.group.rank, self._limit, waits)
 
     def _serve(self, layer: int, turn: int, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """From rows that are there to this rank's results."""
         spec = self.spec
-        ids, weights, rows, _ = self.planes.views(self.block.mine, turn)
+        ids, weights, rows, _ = self.planes.views(self.block.mine, 0 if self.planes.by_words else turn)
         result = serve(self._message, functools.partial(self._local, layer), rows, ids, weights)
-        op.give(result.reshape(-1, spec.hidden), *self._same, spec.top_k, spec.deterministic, turn, self.group.rank, self._limit)
-        out = op.collect(ids_TK, self._serve_E, self.block.mine, self._state, self.group.size, spec.capacity, spec.hidden, spec.dtype,
-                         spec.deterministic, turn)
+        out = op.give(result.reshape(-1, spec.hidden), ids_TK, self._serve_E, *self._same, turn, self.group.rank, self._limit)
         if not spec.deterministic:
             return out
         return op.total(out, ids_TK, weights_TK, self.placement.experts, spec.dtype)

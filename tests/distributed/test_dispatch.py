@@ -26,8 +26,7 @@ PLAN = [(1, ["patterns"]),
              "strays"]), (2, ["uneven"]),
         (3, ["patterns", RANDOM[3], "overflow", SPANNING[3], "switching", "differing", "overlap", "strays"]), (3, ["waits"]),
         (3, ["uneven"]),
-        (4, ["patterns", RANDOM[4], SPANNING[4], "overlap"]), (1, ["device_gather 2"]), (2, ["device_gather 4", "device_dispatch"]),
-        (3, ["device_gather 2", "device_deadline"])]
+        (4, ["patterns", RANDOM[4], SPANNING[4], "overlap"])]
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +130,6 @@ def test_fp8_payload_halves_the_bytes_and_keeps_the_error_of_e4m3(results):
             # Three bits of mantissa: 2^-4 at most for a number, 2.6 % in the mean square; a product of two carries it twice.
             assert 0.015 < said["fp8"] < 0.06
             assert said["bytes"][1] < 0.55 * said["bytes"][0]
-
-
-@pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 4), (3, 2)])
-def test_the_kernels_under_the_interpreter(results, world, count):
-    right(results, world, f"device_gather {count}", 3 * 2 * count)
-
-
-def test_dispatch_over_the_kernels(results):
-    for said in right(results, 2, "device_dispatch", 11):
-        assert said["refused"] == ["SessionError"] * 5 + ["ShapeError"]
-
-
-def test_a_kernel_gives_up_at_its_deadline_and_names_the_rank(results):
-    for said in whole(results, 3, "device_deadline")[:2]:
-        assert said["kind"] == "PeerError" and said["ranks"] == [2] and said["nan"]
 
 
 # without processes ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Compile the kernels of dispatch for sm_90; one JSON object each: kernel, spills, wide (16-byte stores), system (scoped accesses)."""
+"""Compile the kernels of dispatch for sm_90 as they are launched, without a GPU; one JSON object each: kernel, spills, wide (16-byte
+stores), system (scoped accesses), words and sent (16-byte loads that nothing caches, and stores, of words that carry a number).
+
+The launches are the package's own: an argument that a kernel does not have fails here, which the interpreter lets pass.
+"""
 from __future__ import annotations
 
 import json
@@ -9,40 +13,62 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from moe_prefetch.kernels.dispatch import fused
+from moe_prefetch.kernels.dispatch import fused, fused_words
 from moe_prefetch.kernels.dispatch.planes import Planes
 
-WORDS = {"put": ("hidden_ptr",), "give": ("result_ptr",)}
-INTS = ("T", "C", "me", "ids_at", "weights_at", "rows_at", "results_at")
+
+class Hopper:
+    """A driver that knows what a GPU is called, and no more."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def launch_all(planes: Planes) -> None:
+    R, K, E, tokens = planes.ranks, planes.top_k, 16, 3
+    bases, state, serve, failed = (torch.zeros(n, dtype=torch.int64) for n in (R, 8, E, 1))
+    number, ids, weights = torch.zeros(R, E, dtype=torch.int64), torch.zeros(tokens, K, dtype=torch.int64), torch.zeros(tokens, K)
+    hidden, result = (torch.zeros(n, planes.hidden, dtype=planes.dtype) for n in (tokens, R * planes.slots * planes.back_rows))
+    rows, same = (hidden, ids, weights, serve, number, bases, state, failed, planes), (bases, state, failed)
+    for waits in (True, False):
+        fused.launch_put(*rows, 0, 0, 30_000_000_000, waits)
+    fused.launch_wait(*same, 0, 30_000_000_000)
+    fused.launch_give(result, *same, planes, 0, 0, 30_000_000_000)
+    fused.launch_gather(ids, serve, torch.zeros(planes.nbytes, dtype=torch.uint8), state, planes, 1)
+    for sends, takes in ((True, True), (True, False), (False, True)):
+        fused_words.launch_put(*rows, 0, 30_000_000_000, sends, takes)
+    fused_words.launch_give(result, ids, serve, *same, planes, 0, 30_000_000_000)
 
 
 def main() -> None:
-    for unreduced in (False, True):
-        planes = Planes(2, 64, 2048, 8, torch.bfloat16, unreduced)
-        same = fused.shape_constants(planes)
-        constants = {"put": {"E": 128, "WAIT": True}, "wait": {}, "give": {"BACK_ROWS": planes.back_rows},
-                     "gather_sums": {"E": 128, "BD": 512}, "gather_rows": {"E": 128, "BD": 512}}
-        for name, more in constants.items():
-            fn = getattr(fused, name)
-            fixed = {k: v for k, v in (same | more).items() if k in fn.arg_names}
-            types = {}
-            for arg in fn.arg_names:
-                if arg in fixed:
-                    types[arg] = "constexpr"
-                elif arg in WORDS.get(name, ()):
-                    types[arg] = "*i16"
-                else:
-                    fp32 = arg == "weights_ptr" or (arg, name) == ("out_ptr", "gather_rows")
-                    types[arg] = ("i32" if arg in INTS else "i64" if arg == "limit" else "*fp32" if fp32 else
-                                  "*bf16" if arg in ("out_ptr", "results_ptr") else "*i64")
-            attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
-            kernel = triton.compile(ASTSource(fn=fn, signature=types, constexprs=fixed, attrs=attrs), target=GPUTarget("cuda", 90, 32),
-                                    options={"num_warps": 4})
+    run, found = JITFunction.run, []
+    triton.runtime.driver.set_active(Hopper())
+    fused_words.processors = lambda device: 132  # type: ignore[assignment]
+
+    def compiled(self, *args, grid, warmup, **more):
+        found.append((self.__name__, run(self, *args, grid=grid, warmup=True, **more)))
+
+    JITFunction.run = compiled
+    for unreduced, dtype, ranks, hidden, top_k in ((False, torch.bfloat16, 2, 2048, 8), (True, torch.bfloat16, 2, 2048, 8),
+                                                   (True, torch.float16, 3, 72, 3), (False, torch.float32, 8, 4096, 2)):
+        found.clear()
+        launch_all(Planes(ranks, 64, hidden, top_k, dtype, unreduced))
+        for name, kernel in found:
             ptx = kernel.asm["ptx"]
-            print(json.dumps({"kernel": name, "unreduced": unreduced, "spills": kernel.asm["ptx"].count("st.local"),
-                              "wide": ptx.count("st.global.v4.b32"), "system": ptx.count(".sys.")}))
+            counts = {"spills": "st.local", "wide": "st.global.v4.b32", "system": ".sys.", "words": "ld.volatile.global.v2.b64",
+                      "sent": "st.global.v2.b64"}
+            print(json.dumps({"kernel": name, "ranks": ranks, "unreduced": unreduced, **{k: ptx.count(v) for k, v in counts.items()}}))
 
 
 if __name__ == "__main__":

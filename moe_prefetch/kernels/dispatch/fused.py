@@ -40,39 +40,46 @@ def flag_of(base, kind: tl.constexpr, sender, R: tl.constexpr):
 
 
 @triton.jit
-def raise_flags(bases_ptr, kind: tl.constexpr, me, value, R: tl.constexpr):
-    """From the neighbour on, so that not everybody writes to one rank at once."""
-    for i in range(R):
-        to = (me + 1 + i) % R
-        tl.atomic_xchg(flag_of(tl.load(bases_ptr + to), kind, me, R), value, sem="release", scope="sys")
+def raise_flags(bases_ptr, kind: tl.constexpr, me, value, R: tl.constexpr, RP: tl.constexpr):
+    to_R = tl.arange(0, RP)
+    at_R = flag_of(tl.load(bases_ptr + to_R, mask=to_R < R, other=0), kind, me, R)
+    tl.atomic_xchg(at_R, tl.zeros((RP,), tl.int64) + value, mask=to_R < R, sem="release", scope="sys")
 
 
 @triton.jit
-def wait_flags(base, state_ptr, failed_ptr, kind: tl.constexpr, value, limit, R: tl.constexpr):
-    """Until every sender's flag is there. `limit`: nanoseconds, or looks under the interpreter."""
+def late_ranks(state_ptr, failed_ptr, bits):
+    tl.atomic_or(state_ptr + S_FAILED, bits, sem="relaxed", scope="gpu")
+    tl.atomic_or(failed_ptr, bits, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait_flags(base, state_ptr, failed_ptr, kind: tl.constexpr, value, limit, over, R: tl.constexpr, RP: tl.constexpr):
+    """Until every sender's flag is there: (how long that took, whether the time is over). `limit`: nanoseconds, or looks under the
+    interpreter; `over`: no time is left. What another thread has marked as failed may not be seen yet, so the answer is handed on."""
+    sender_R = tl.arange(0, RP)
+    # Beyond the last rank its flag again.
+    at_R = flag_of(base, kind, tl.minimum(sender_R, R - 1), R)
     start = clock()
     looks = tl.full((), 0, tl.int64)
-    for sender in range(R):
-        flag = flag_of(base, kind, sender, R)
-        over = tl.load(state_ptr + S_FAILED, volatile=True) != 0
-        while (entry(flag, 0) < value) & (over == 0):
-            looks += 1
-            if ASM:
-                over = clock() - start > limit
-            else:
-                over = looks > limit
-            if over:
-                late = tl.full((), 1, tl.int64) << sender
-                tl.atomic_or(state_ptr + S_FAILED, late, sem="relaxed", scope="gpu")
-                tl.atomic_or(failed_ptr, late, sem="relaxed", scope="sys")
-    return clock() - start
+    late_R = (entry(at_R, 0) < value).to(tl.int64)
+    while (tl.max(late_R, 0) > 0) & (over == 0):
+        late_R = (entry(at_R, 0) < value).to(tl.int64)
+        looks += 1
+        if ASM:
+            over = clock() - start > limit
+        else:
+            over = looks > limit
+        if over:
+            late_ranks(state_ptr, failed_ptr, tl.sum(tl.where(sender_R < R, late_R << sender_R.to(tl.int64), 0), 0))
+    return clock() - start, over
 
 
 @triton.jit
-def wait_rows(base, state_ptr, failed_ptr, value, limit, R: tl.constexpr):
+def wait_rows(base, state_ptr, failed_ptr, value, limit, R: tl.constexpr, RP: tl.constexpr):
     """For ranks that have not arrived, then for rows of those that have: counted apart."""
-    late = wait_flags(base, state_ptr, failed_ptr, F_ARRIVED, value, limit, R)
-    moved = wait_flags(base, state_ptr, failed_ptr, F_OUT, value, limit, R)
+    over = tl.load(state_ptr + S_FAILED, volatile=True) != 0
+    late, over = wait_flags(base, state_ptr, failed_ptr, F_ARRIVED, value, limit, over, R, RP)
+    moved, over = wait_flags(base, state_ptr, failed_ptr, F_OUT, value, limit, over, R, RP)
     tl.store(state_ptr + S_LATE, tl.load(state_ptr + S_LATE) + late)
     tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
 
@@ -92,7 +99,7 @@ def copy_row(source, target, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "C", "me", "limit", "ids_at", "weights_at", "rows_at"])
 def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, state_ptr, failed_ptr, T, C, me, limit, ids_at, weights_at,
-        rows_at, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
+        rows_at, R: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr,
         WAIT: tl.constexpr):
     """serve [E]: who serves an expert; number [R, E]: which of its own it is there, -1: none. hidden in words of the rows' size."""
     WORD: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -100,7 +107,7 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
     base = tl.load(bases_ptr + me)
     value = tl.load(state_ptr + S_NUMBER) + 1
     if (c == 0) & (to == 0):
-        raise_flags(bases_ptr, F_ARRIVED, me, value, R)
+        raise_flags(bases_ptr, F_ARRIVED, me, value, R, RP)
     there = tl.load(bases_ptr + to)
     slot = me * C + c
     k_K = tl.arange(0, KP)
@@ -117,20 +124,20 @@ def put(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr, stat
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + S_PUT, 1, sem="acq_rel", scope="sys") == C * R - 1:
         tl.store(state_ptr + S_PUT, 0)
-        raise_flags(bases_ptr, F_OUT, me, value, R)
+        raise_flags(bases_ptr, F_OUT, me, value, R, RP)
         if WAIT:
-            wait_rows(base, state_ptr, failed_ptr, value, limit, R)
+            wait_rows(base, state_ptr, failed_ptr, value, limit, R, RP)
 
 
 @triton.jit(do_not_specialize=["me", "limit"])
-def wait(bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexpr):
+def wait(bases_ptr, state_ptr, failed_ptr, me, limit, R: tl.constexpr, RP: tl.constexpr):
     """For everybody's rows, after a `put` that did not."""
-    wait_rows(tl.load(bases_ptr + me), state_ptr, failed_ptr, tl.load(state_ptr + S_NUMBER) + 1, limit, R)
+    wait_rows(tl.load(bases_ptr + me), state_ptr, failed_ptr, tl.load(state_ptr + S_NUMBER) + 1, limit, R, RP)
 
 
 @triton.jit(do_not_specialize=["C", "me", "limit", "ids_at", "results_at"])
-def give(result_ptr, bases_ptr, state_ptr, failed_ptr, C, me, limit, ids_at, results_at, R: tl.constexpr, K: tl.constexpr,
-         KP: tl.constexpr, BACK_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def give(result_ptr, bases_ptr, state_ptr, failed_ptr, C, me, limit, ids_at, results_at, R: tl.constexpr, RP: tl.constexpr,
+         K: tl.constexpr, KP: tl.constexpr, BACK_ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """result [R C (K), D], in words: row (sender, slot (, k)) to the sender, where one of its ids (id k) is this rank's."""
     WORD: tl.constexpr = result_ptr.dtype.element_ty
     row = tl.program_id(0)
@@ -147,8 +154,9 @@ def give(result_ptr, bases_ptr, state_ptr, failed_ptr, C, me, limit, ids_at, res
     if tl.atomic_add(state_ptr + S_GIVE, 1, sem="acq_rel", scope="sys") == R * C * BACK_ROWS - 1:
         tl.store(state_ptr + S_GIVE, 0)
         value = tl.load(state_ptr + S_NUMBER) + 1
-        raise_flags(bases_ptr, F_BACK, me, value, R)
-        moved = wait_flags(base, state_ptr, failed_ptr, F_BACK, value, limit, R)
+        raise_flags(bases_ptr, F_BACK, me, value, R, RP)
+        over = tl.load(state_ptr + S_FAILED, volatile=True) != 0
+        moved, over = wait_flags(base, state_ptr, failed_ptr, F_BACK, value, limit, over, R, RP)
         tl.store(state_ptr + S_MOVED, tl.load(state_ptr + S_MOVED) + moved)
         tl.store(state_ptr + S_NUMBER, value)
 
@@ -188,8 +196,12 @@ def gather_rows(ids_ptr, serve_ptr, results_ptr, state_ptr, out_ptr, C, R: tl.co
 
 
 # launches -------------------------------------------------------------------------------------------------------------------
+def ranks_up(ranks: int) -> int:
+    return triton.next_power_of_2(max(2, ranks))
+
+
 def shape_constants(planes: Planes) -> dict[str, int]:
-    return {"R": planes.ranks, "K": planes.top_k, "KP": triton.next_power_of_2(max(2, planes.top_k)), "D": planes.hidden,
+    return {"R": planes.ranks, "RP": ranks_up(planes.ranks), "K": planes.top_k, "KP": planes.keys, "D": planes.hidden,
             "BD": min(2048, triton.next_power_of_2(planes.hidden))}
 
 
@@ -204,7 +216,7 @@ def launch_put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.
 
 
 def launch_wait(bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, me: int, limit: int) -> None:
-    wait[(1,)](bases_R, state, failed, me, limit, R=len(bases_R), num_warps=1)
+    wait[(1,)](bases_R, state, failed, me, limit, R=len(bases_R), RP=ranks_up(len(bases_R)), num_warps=1)
 
 
 def launch_give(result_ND: torch.Tensor, bases_R: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, planes: Planes, turn: int,
@@ -221,7 +233,7 @@ def launch_gather(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tens
     kernel, rows, dtype = ((gather_rows, tokens * planes.top_k, torch.float32) if planes.unreduced else
                            (gather_sums, tokens, planes.dtype))
     out = torch.empty(rows, planes.hidden, dtype=dtype, device=block.device)
-    same = shape_constants(planes) | {"BD": min(512, triton.next_power_of_2(planes.hidden))}
+    same = {k: v for k, v in shape_constants(planes).items() if k != "RP"} | {"BD": min(512, triton.next_power_of_2(planes.hidden))}
     if rows:
         grid = (rows, -(-planes.hidden // same["BD"]))
         kernel[grid](ids_TK, serve_E, results, state, out, planes.slots, E=serve_E.shape[0], num_warps=4, **same)

@@ -1,4 +1,4 @@
-"""`moe_prefetch::dispatch_put`, `_wait`, `_give`, `_collect`: an exchange on a device, over blocks of symmetric memory.
+"""`moe_prefetch::dispatch_put`, `_wait`, `_give`: an exchange on a device, over blocks of symmetric memory.
 
 `put` and `give` write into every rank's block, of which a process can name its own: that one stands for all in the lists of changes.
 They run where Triton does, a CPU's interpreter included; without Triton a CPU exchanges through `distributed.channel`.
@@ -20,43 +20,50 @@ def put(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
     hidden_TD [T, D], T at most `slots`; ids_TK int64; weights_TK FP32; serve_E, number_RE, bases_R, state [8] int64; failed int64 [1], on
     the device or pinned; block uint8, this rank's; limit: nanoseconds of each wait.
     """
-    from . import fused
+    from . import fused, fused_words
 
     planes = Planes(len(bases_R), slots, hidden_TD.shape[1], ids_TK.shape[1], hidden_TD.dtype, unreduced)
-    fused.launch_put(hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes, turn, me, limit, waits)
+    same = (hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes)
+    if planes.by_words:
+        fused_words.launch_put(*same, me, limit, True, waits)
+    else:
+        fused.launch_put(*same, turn, me, limit, waits)
 
 
 @torch.library.custom_op("moe_prefetch::dispatch_wait", mutates_args=("block", "state", "failed"))
-def wait(bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, me: int, limit: int) -> None:
-    """Wait for everybody's rows."""
-    from . import fused
+def wait(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, serve_E: torch.Tensor, number_RE: torch.Tensor,
+         bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, slots: int, unreduced: bool, me: int,
+         limit: int) -> None:
+    """Wait for everybody's rows after a `put` with the same arguments that did not."""
+    from . import fused, fused_words
 
-    fused.launch_wait(bases_R, state, failed, me, limit)
+    planes = Planes(len(bases_R), slots, hidden_TD.shape[1], ids_TK.shape[1], hidden_TD.dtype, unreduced)
+    if planes.by_words:
+        fused_words.launch_put(hidden_TD, ids_TK, weights_TK, serve_E, number_RE, bases_R, state, failed, planes, me, limit, False, True)
+    else:
+        fused.launch_wait(bases_R, state, failed, me, limit)
 
 
 @torch.library.custom_op("moe_prefetch::dispatch_give", mutates_args=("block", "state", "failed"))
-def give(result_ND: torch.Tensor, bases_R: torch.Tensor, block: torch.Tensor, state: torch.Tensor, failed: torch.Tensor, slots: int,
-         top_k: int, unreduced: bool, turn: int, me: int, limit: int) -> None:
-    """Send results [R slots (K), D] back, wait for everybody's, and end the exchange."""
-    from . import fused
+def give(result_ND: torch.Tensor, ids_TK: torch.Tensor, serve_E: torch.Tensor, bases_R: torch.Tensor, block: torch.Tensor,
+         state: torch.Tensor, failed: torch.Tensor, slots: int, unreduced: bool, turn: int, me: int, limit: int) -> torch.Tensor:
+    """Send results [R slots (K), D] back, take this rank's tokens' and end the exchange.
 
-    planes = Planes(len(bases_R), slots, result_ND.shape[1], top_k, result_ND.dtype, unreduced)
+    [T, D], the sums of all ranks in ascending order; unreduced [T K, D] FP32, each expert's row. NaN after a failure.
+    """
+    from . import fused, fused_words
+
+    planes = Planes(len(bases_R), slots, result_ND.shape[1], ids_TK.shape[1], result_ND.dtype, unreduced)
+    if planes.by_words:
+        return fused_words.launch_give(result_ND, ids_TK, serve_E, bases_R, state, failed, planes, me, limit)
     fused.launch_give(result_ND, bases_R, state, failed, planes, turn, me, limit)
+    return fused.launch_gather(ids_TK, serve_E, block, state, planes, turn)
 
 
-@torch.library.custom_op("moe_prefetch::dispatch_collect", mutates_args=())
-def collect(ids_TK: torch.Tensor, serve_E: torch.Tensor, block: torch.Tensor, state: torch.Tensor, ranks: int, slots: int, hidden: int,
-            dtype: torch.dtype, unreduced: bool, turn: int) -> torch.Tensor:
-    """[T, D], the sums of all ranks in ascending order; unreduced [T K, D] FP32, each expert's row. NaN after a failure."""
-    from . import fused
-
-    return fused.launch_gather(ids_TK, serve_E, block, state, Planes(ranks, slots, hidden, ids_TK.shape[1], dtype, unreduced), turn)
-
-
-@collect.register_fake
-def _(ids_TK, serve_E, block, state, ranks, slots, hidden, dtype, unreduced, turn):
-    shape = (ids_TK.numel(), hidden) if unreduced else (len(ids_TK), hidden)
-    return block.new_empty(shape, dtype=torch.float32 if unreduced else dtype)
+@give.register_fake
+def _(result_ND, ids_TK, serve_E, bases_R, block, state, failed, slots, unreduced, turn, me, limit):
+    shape = (ids_TK.numel() if unreduced else len(ids_TK), result_ND.shape[1])
+    return result_ND.new_empty(shape, dtype=torch.float32 if unreduced else result_ND.dtype)
 
 
 def total(rows_PD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:

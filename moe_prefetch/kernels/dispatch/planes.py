@@ -15,9 +15,11 @@ from .message import LINE
 OUT, BACK, ARRIVED = 0, 1, 2  # flags of a sender, a line each; the first two as in `distributed.health`
 KINDS = 3
 # Words of a rank's own state, int64: the last exchange that is done; programs of the running launches that have finished; nanoseconds
-# waited for ranks that had not arrived, and for rows and results of those that had, since the start; ranks that did not come, a bit each.
-NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED, FAILED = range(6)
+# waited for ranks that had not arrived, and for rows and results of those that had, since the start; ranks that did not come, a bit each;
+# the exchange that runs (by words).
+NUMBER, PUT_DONE, GIVE_DONE, LATE, MOVED, FAILED, NOW = range(7)
 STATE = 8
+WORDS_UP_TO = 512 << 10  # bytes of a rank's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,40 @@ class Planes:
 
     @property
     def nbytes(self) -> int:
-        return 2 * self.offsets(1)[0] - self.offsets(0)[0]
+        turn = self.offsets(1)[0] - self.offsets(0)[0]
+        return self.offsets(0)[0] + turn + 2 * self.turn_bytes if self.by_words else self.offsets(0)[0] + 2 * turn
+
+    # by words -----------------------------------------------------------------------------------------------------------------
+    @property
+    def by_words(self) -> bool:
+        """Whether messages are small enough for words that carry the exchange's number (`fused_words`). Then planes are there once, since
+        no other rank writes them, and words twice, by turns of the number."""
+        return self.slots * self.hidden * self.dtype.itemsize <= WORDS_UP_TO
+
+    @property
+    def words(self) -> int:
+        """Of 4 bytes in a row."""
+        return self.hidden * self.dtype.itemsize // 4
+
+    @property
+    def keys(self) -> int:
+        """Words for a slot's ids, and for its weights."""
+        return max(2, 1 << (self.top_k - 1).bit_length())
+
+    @property
+    def _word_sizes(self) -> list[int]:
+        slots = self.ranks * self.slots
+        return [-(-8 * n // LINE) * LINE for n in (2 * self.keys * slots, self.words * slots, self.words * slots * self.back_rows)]
+
+    @property
+    def turn_bytes(self) -> int:
+        return sum(self._word_sizes)
+
+    @property
+    def word_offsets(self) -> tuple[int, int, int]:
+        """Bytes at which ids and weights, rows, and results start, of even exchanges; odd ones are `turn_bytes` behind."""
+        at, sizes = self.offsets(1)[0], self._word_sizes
+        return at, at + sizes[0], at + sizes[0] + sizes[1]
 
     def views(self, block: torch.Tensor, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids int64 [R slots, K], weights FP32 [R slots, K], rows [R slots, D], results [R, slots, rows back, D] of a uint8 block."""
