@@ -109,14 +109,15 @@ class Decode:
     def _capture(self, model: Any, cache: Cache) -> None:
         device = self.tokens.device
         generator = torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
-        spare, graph = generator.clone_state(), torch.cuda.CUDAGraph()
+        spare, graph, now = generator.clone_state(), torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.logits = self._forward(model, cache)
             self.graph = graph
         except RuntimeError as error:
-            # A capture that broke off leaves the generator in it.
+            # A capture that broke off leaves generator and stream in it.
             generator.graphsafe_set_state(spare)
+            torch.cuda.set_stream(now)
             self._stay_plain(model, f"it can't be captured: {str(error).splitlines()[0]}")
 
     def _stay_plain(self, model: Any, why: str) -> None:

@@ -176,9 +176,10 @@ class StaticStore:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries of the T tokens appended last; see `moe_prefetch.kv.attention.attend`."""
         stored, length, first = self.now
+        T = q_BHTd.shape[2]
         return kv_attend(
             q_BHTd if self.basis is None else self.basis.queries(q_BHTd),
-            self._queries[q_BHTd.shape[2]],
+            self._queries[T] if T in self._queries else torch.full_like(length, T),
             self.pool,
             self.table,
             stored,

@@ -180,9 +180,10 @@ def test_rows_end_at_one_of_several_ends(case, way: str, kind: str) -> None:
     go = models.ids(1, 3, seed=5).to(DEVICE)
     other = cache_of(case, kind)
     with torch.no_grad():
-        case[0](input_ids=got[:, :60].to(DEVICE), past_key_values=other)
-        for t in range(60, got.shape[1] - 1):
-            case[0](input_ids=got[:, t : t + 1].to(DEVICE), past_key_values=other)
+        case[0](input_ids=got[:, :60], past_key_values=other)
+        with case[0]._optimize_model_for_decode():
+            for t in range(60, got.shape[1] - 1):
+                case[0](input_ids=got[:, t : t + 1], past_key_values=other)
         a, b = (case[0](input_ids=go, past_key_values=c).logits for c in (cache, other))
     assert torch.equal(a, b)
 
@@ -374,7 +375,8 @@ def test_a_hook_of_others_keeps_steps_plain(case, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("kind", ["static", "fp8"])
 def test_with_experts_that_are_fetched(way: str, kind: str) -> None:
     """`experts.home: host` plans and moves on the device: its steps can be captured, hooks and all."""
-    model = tiny("qwen3_moe").to(DEVICE)
+    # Its kernels are for BF16.
+    model = tiny("qwen3_moe", dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32).to(DEVICE)
     model.set_attn_implementation(OURS)
     prompt = models.ids(30, 2).to(DEVICE)
     with moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}}) as session:
