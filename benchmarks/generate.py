@@ -13,6 +13,7 @@ tensors    the same over decoded tensors, which is what other attention implemen
 static     transformers' StaticCache under our captured loop: FP16, SDPA
 compiled   transformers' StaticCache as `generate` runs it by itself (torch.compile)
 graph      our cache of fixed size under our captured loop
+FORMAT_KIND  one of the last kinds for one format alone
 
 Before a case is timed, `STEPS` steps are run teacher-forced. Over pages, growing or fixed, they may be no farther (KL) from the same bytes
 decoded than these are from exact keys; where decoding takes too long (beyond `DECODED` tokens) no farther from exact keys than three times
@@ -353,6 +354,7 @@ def main() -> int:
         ways = a.kinds.split(",")
         kinds = [w for w in ("dynamic", "static", "compiled") if w in ways]
         kinds += [f"{f}_{w}" for f in a.formats.split(",") for w in ("tensors", "pages", "graph") if w in ways]
+        kinds += [w for w in ways if "_" in w]
         for context in map(int, a.contexts.split(",")):
             for batch in map(int, a.batch.split(",")):
                 ids = ids_of(batch, context + STEPS)
