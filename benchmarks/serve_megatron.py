@@ -51,8 +51,8 @@ def model_of(sizes: dict[str, int], layers: int, ranks: int, dispatcher: str, dt
         num_layers=layers, moe_router_load_balancing_type="none", moe_token_dispatcher_type=dispatcher, expert_model_parallel_size=ranks,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
         hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16, gradient_accumulation_fusion=False,
-        persist_layer_norm=False, bias_dropout_fusion=False, bias_activation_fusion=False, perform_initialization=False,
-        use_cpu_initialization=device.type == "cpu", **sizes)
+        persist_layer_norm=False, masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
+        perform_initialization=False, use_cpu_initialization=device.type == "cpu", **sizes)
     spec = get_gpt_layer_local_spec(num_experts=sizes["num_moe_experts"], moe_grouped_gemm=False, normalization="RMSNorm")
     model = GPTModel(config, spec, VOCABULARY, 1024, position_embedding_type="rope", share_embeddings_and_output_weights=False).eval()
     model.to(device)
