@@ -225,8 +225,9 @@ def correct(world: World, count: int, seed: int = 3) -> dict[str, Any]:
 
 
 def _step(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Layers one after another, each with its own routing, over a residual that is kept small."""
-    x = hidden
+    """Layers one after another, each with its own routing, over a residual that is kept small; the first behind a copy, which in a graph is
+    no kernel."""
+    x = hidden.clone()
     for n in range(len(ids)):
         x = (x + layer(n, x, ids[n], weights[n])) * 0.75
     return x
