@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.megatron.checks import environment
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,3 +31,11 @@ def test_every_predictor_is_judged_on_any_text(smolmoe, tmp_path, name):
         case = f"smolmoe_{name}_h{h}"
         assert got[case, "recall_at_k"] > got[case, "stale-gate_recall_at_k"] > got[case, "popularity_recall_at_k"]
         assert got[case, "oracle_recall_at_k"] == 1.0
+
+
+@pytest.mark.framework
+@pytest.mark.timeout(300)
+def test_a_served_megatron_model_is_the_model():
+    what = [ROOT / "benchmarks" / "serve_megatron.py", "--cpu", "--tokens", "1,5", "--layers", "2", "--passes", "1"]
+    done = subprocess.run([sys.executable, "-W", "ignore", *what], env=environment("0.19.2"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count("right") == 2 and "WRONG" not in done.stdout, done.stdout + done.stderr[-2000:]
