@@ -4,14 +4,15 @@ usage: python benchmarks/kv_general.py --out ROWS.csv [--cases REGEX] [--commit 
 
 As `moe-prefetch bench kv-attend`: medians over CUDA graph replays, caches rotated out of L2, everything from q to the output inside, the
 error of the same run against the naive law. The baseline is torch's fastest SDPA backend over FP16; for MLA the absorbed product in BF16
-(two `bmm` and a softmax), SDPA with keys of 576 and values of 512 channels, and our own kernel over FP16 pages. `--share I/N` only
-compiles: the kernels of every N-th case, for several processes to fill Triton's cache at once.
+(two `bmm` and a softmax), SDPA with keys of 576 and values of 512 channels, FlashInfer where it is installed, and our own kernel over
+FP16 pages. `--share I/N` only compiles: the kernels of every N-th case, for several processes to fill Triton's cache at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import math
 import re
 import sys
@@ -83,6 +84,8 @@ CHECKS: list[tuple[Run, dict[str, Any]]] = [
     (Run("nvfp4", 5, 2, 4, 112, 700), {}),
     (Run("mxfp4", 5, 2, 4, 80, 700), {"draft": 2}),
     (Run("fp4-72", 5, 1, 40, 0, 700), {"draft": 2, "softcap": 20.0, "sink": True, "sliding": 300}),
+    (Run("fp4-72", 5, 1, 40, 0, 700), {"sink": True}),
+    (Run("fp4-quality", 3, 1, 16, 0, 5000), {}),
     (Run("fp8", 5, 1, 16, 0, 700), {}),
 ]
 
@@ -172,7 +175,33 @@ def mla_us(run: Run) -> dict[str, float]:
                 out[backend.name] = timed([lambda k=k, f=f: f(k) for k in kv], replays=3)
         except (RuntimeError, torch.AcceleratorError) as e:
             print(f"  MLA {backend.name}: {str(e).splitlines()[0][:100]}")
+    for backend in ("fa3", "fa2") if importlib.util.find_spec("flashinfer") else ():
+        try:
+            run_, error = flashinfer_mla(backend, q, kv, absorbed(kv[0]))
+            out[f"FlashInfer {backend}, error {error:.1e}"] = timed([lambda i=i, f=run_: f(i) for i in range(len(kv))], replays=5)
+        except Exception as e:  # noqa: BLE001  a build that fails must not hide the rest
+            print(f"  MLA FlashInfer {backend}: {str(e).splitlines()[0][:150]}")
     return out
+
+
+def flashinfer_mla(
+    backend: str, q_BHd: torch.Tensor, kv: list[torch.Tensor], want_BHd: torch.Tensor
+) -> tuple[Callable[[int], torch.Tensor], float]:
+    """FlashInfer's MLA decode over BF16 pages of 64 tokens in random order: a call for each of `kv` [B, T, 576], and its error."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    B, H, D = q_BHd.shape
+    tokens, page, i32 = kv[0].shape[1], 64, {"dtype": torch.int32, "device": "cuda"}
+    each = tokens // page
+    decode = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.int8, device="cuda"), backend=backend)
+    order = torch.randperm(B * each, device="cuda")
+    starts, lengths = torch.arange(B + 1, **i32), torch.full((B,), tokens, **i32)
+    decode.plan(starts, starts * each, order.to(torch.int32), lengths, H, LATENT, ROTARY, page, False, D**-0.5, q_BHd.dtype, kv[0].dtype)
+    pools = [torch.empty_like(x.view(B * each, page, D)).index_copy_(0, order, x.view(B * each, page, D)) for x in kv]
+    parts = [(x[..., :LATENT].contiguous(), x[..., LATENT:].contiguous()) for x in pools]
+    q, rope = q_BHd[..., :LATENT].contiguous(), q_BHd[..., LATENT:].contiguous()
+    f = lambda i: decode.run(q, rope, *parts[i])  # noqa: E731
+    return f, relative(f(0), want_BHd)
 
 
 def main() -> int:
@@ -194,10 +223,10 @@ def main() -> int:
             width = 16 if -(-(r.tokens - SINKS - WINDOW) // PAGE) % 16 == 0 else 17
             cache = Cache(r, layout, book, base, [width * PAGE] * r.batch)
             cache.call(attend_of(layout), query(r, layout), torch.ones(r.batch, dtype=torch.int32, device="cuda"))
-        for r, kw in [c for at, c in enumerate(CHECKS) if at % n == i]:
+        for r, kw in [c for at, c in enumerate(c for c in CHECKS if re.search(a.cases, c[0].name)) if at % n == i]:
             errors(r, **kw)
         return 0
-    for r, kw in CHECKS:
+    for r, kw in (c for c in CHECKS if re.search(a.cases, c[0].name)):
         err = errors(r, **kw)
         print(f"{r.name:32s} {kw}: error {err:.2e}{'' if err < 2e-3 else '  WRONG'}", flush=True)
     stamp = stamp_of(a.commit)

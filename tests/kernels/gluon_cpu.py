@@ -1,4 +1,4 @@
-"""Runs the Gluon kernel of attention on a CPU: its Python text with torch tensors in place of Gluon's, one program after the other.
+"""Runs Gluon kernels on a CPU: their Python text with torch tensors in place of Gluon's, one program after the other.
 
 Layouts are ignored, but for the swizzle of bulk copies of 128-byte lines; other shared memory is bytes in logical order. Copies land at
 once, but a wait for a barrier whose copies nobody has asked for, one that is armed twice and a page that does not exist are errors.
@@ -72,13 +72,29 @@ def _operator(name: str) -> None:
 class Pointer:
     def __init__(self, base: torch.Tensor, at: Any = 0) -> None:
         self.base, self.at = base, at
+        self.dtype = types.SimpleNamespace(element_ty=base.dtype)
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.base, unwrap(self.at + unwrap(other)))
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """As another type, a scalar one; as an integer it stays what it is."""
+        if dtype == torch.int64:
+            return self
+        at = int(self.at) * self.base.itemsize
+        assert at % dtype.itemsize == 0, "a pointer that is not aligned"
+        return Pointer(self.base.view(-1).view(torch.uint8)[at % dtype.itemsize :].view(dtype), at // dtype.itemsize)
+
 
 for _name in "add sub mul and or xor rshift lshift floordiv mod truediv lt le gt ge eq ne".split():
     _operator(f"__{_name}__")
+
+
+class Padded:
+    """A shared layout: after every `interval` elements, room for `padding` more."""
+
+    def __init__(self, pairs: list[list[int]], *rest: Any) -> None:
+        self.pairs = pairs
 
 
 class Shared:
@@ -90,6 +106,10 @@ class Shared:
         self.raw, self.dtype, self.shape, self.order, self.key, self.bases = raw, dtype, list(shape), order, key, bases
 
     def view(self) -> torch.Tensor:
+        if isinstance(self.bases, Padded):
+            i = torch.arange(torch.Size(self.shape).numel())
+            at = i + sum(i // interval * padding for interval, padding in self.bases.pairs)
+            return self.raw[: len(self.raw) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)[at].view(self.shape)
         if self.bases:
             # element of a byte's address: the exclusive or of what its bits stand for
             at = torch.arange(torch.Size(self.shape).numel())
@@ -154,10 +174,10 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, is_pure
     return Tensor(code(hi)), Tensor(code(lo))
 
 
-def modules(program: list[int], programs: int) -> dict[str, Any]:
+def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_asm) -> dict[str, Any]:
     """Stand-ins for `gl`, `tma`, `mbarrier` and the rest; `program` holds the id of the one that runs."""
     gl = types.SimpleNamespace()
-    for name in ("uint8", "int16", "int32", "int64", "float16", "float32"):
+    for name in ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32"):
         setattr(gl, name, getattr(torch, name))
     gl.abs = lambda x: Tensor(x.v.abs())
     gl.float8e5, gl.float8e4nv = F8["float8e5"], F8["float8e4nv"]
@@ -166,10 +186,12 @@ def modules(program: list[int], programs: int) -> dict[str, Any]:
                  "DistributedLinearLayout"):
         setattr(gl, name, lambda *a: None)
     gl.SharedLinearLayout = lambda bases: bases
+    gl.PaddedSharedLayout = Padded
     gl.static_range = range
     gl.program_id = lambda axis: program[0]
     gl.num_programs = lambda axis: programs
-    gl.inline_asm_elementwise = inline_asm
+    gl.inline_asm_elementwise = asm
+    gl.pointer_type = lambda dtype: dtype
     gl.thread_barrier = lambda: None
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
         torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0x7F, dtype=torch.uint8), dtype, shape)
@@ -248,8 +270,8 @@ def modules(program: list[int], programs: int) -> dict[str, Any]:
     def gather(result: Shared, p: Pointer, mask: Any) -> None:
         result.store(load(p, mask, 0))
 
-    def mma(a: Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-        y = a.v.float() @ b.view().float()
+    def mma(a: Tensor | Shared, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+        y = (a.view() if isinstance(a, Shared) else a.v).float() @ b.view().float()
         return Tensor(y + acc.v if use_acc else y)
 
     return {
@@ -265,10 +287,12 @@ def modules(program: list[int], programs: int) -> dict[str, Any]:
 
 
 class Launch:
-    """`kernel[grid](...)` on the CPU; `paths` are the modules that the kernel and what it calls are in."""
+    """`kernel[grid](...)` on the CPU; `paths` are the modules that the kernel and what it calls are in, `asm` stands for their assembly and
+    `names` for what they import.
+    """
 
-    def __init__(self, name: str, *paths: str) -> None:
-        self.name, self.codes = name, []
+    def __init__(self, name: str, *paths: str, asm: Callable[..., Any] = inline_asm, names: dict[str, Any] | None = None) -> None:
+        self.name, self.codes, self.asm, self.names = name, [], asm, names or {}
         for path in paths:
             tree = ast.parse(Path(path).read_text())
             mine = lambda x: not isinstance(x, ast.Import | ast.ImportFrom) or getattr(x, "module", "") == "__future__"  # noqa: E731
@@ -277,10 +301,10 @@ class Launch:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(*args: Any, **kw: Any) -> None:
-            for option in ("num_warps", "maxnreg", "launch_pdl"):
+            for option in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion"):
                 kw.pop(option, None)
             program = [0]
-            space = modules(program, grid[0])
+            space = modules(program, grid[0], self.asm) | self.names
             for code in self.codes:
                 exec(code, space)
             for i in range(grid[0]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,16 @@ import triton
 import triton.language as tl
 
 from moe_prefetch.kernels.kv_encode import fused
+from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.fused_elements import _byte, _codes, _scales, table_on
 from moe_prefetch.kernels.kv_encode.naive import empty_pages, fp4_blocks
 from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for, shares
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
+
+from .gluon_cpu import Launch, Pointer, Tensor, unwrap
+
+if fused.GLUON:
+    from moe_prefetch.kernels.kv_encode import assembly, fused_pages, fused_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -40,17 +48,17 @@ def tokens(n: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("name", "dim", "outliers", "chunks", "dtype"),
-    [
-        ("fp4-quality", 128, 8, [1] * 4, torch.bfloat16),
-        ("fp4-72", 64, 1, [126, 1, 1, 1], torch.float16),
-        ("fp4-quality", 128, 8, [20, 110], torch.bfloat16),
-        ("fp4-72", 64, 0, [63, 66], torch.float32),
-        ("fp4-quality", 64, 16, [129], torch.bfloat16),
-    ],
-)
-def test_bytes_equal_the_law(name: str, dim: int, outliers: int, chunks: list[int], dtype: torch.dtype) -> None:
+CASES = [
+    ("fp4-quality", 128, 8, [1] * 4, torch.bfloat16),
+    ("fp4-72", 64, 1, [126, 1, 1, 1], torch.float16),
+    ("fp4-quality", 128, 8, [20, 110], torch.bfloat16),
+    ("fp4-72", 64, 0, [63, 66], torch.float32),
+    ("fp4-quality", 64, 16, [129], torch.bfloat16),
+]
+LONG = ("fp4-72", 128, 3, [128, 200], torch.bfloat16)
+
+
+def assert_law(name: str, dim: int, outliers: int, chunks: list[int], dtype: torch.dtype) -> None:
     heads, layout = 2, PageLayout(FORMATS[name], dim, dim, outliers)
     book = book_of(layout, heads)
     count = -(-sum(chunks) // PAGE)
@@ -62,10 +70,96 @@ def test_bytes_equal_the_law(name: str, dim: int, outliers: int, chunks: list[in
         k, v = tokens(n, heads, dim, dtype), tokens(n, heads, dim, dtype)
         want = encode_naive(law, k, v, runs, book, layout)
         got = fused.encode(ours, k, v, runs, book, layout, most=int(runs[:, 3].max()))
-        assert torch.equal(want, got)
         at += n
         parts = {part: int((law != ours)[..., a : a + size].sum()) for part, (a, size) in layout.offsets.items()}
         assert torch.equal(law, ours), f"bytes that differ: {parts}"
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_equal_the_law(case: tuple[str, int, int, list[int], torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "PAGES", False)
+    assert_law(*case)
+
+
+class Assembly:
+    """What the assembly of fused_tiles.py does; a program's shared memory is at 0."""
+
+    def __init__(self) -> None:
+        self.shared = torch.full((4 * 256, 8), float("nan"))
+
+    def slots(self, at: Tensor) -> torch.Tensor:
+        assert (at.v % 16 == 0).all() and (at.v >= fused_tiles.STAGE.value).all()
+        return (at.v - fused_tiles.STAGE.value) // 16
+
+    def __call__(self, text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+        if "cp.async.cg" in text:
+            to, source, size = self.slots(args[0]), args[1], args[2].v.expand(64, 4)
+            at = torch.as_tensor(source.at)[..., None] + torch.arange(8)
+            self.shared[to] = torch.where((size == 16)[..., None], source.base.view(-1)[at].float(), 0.0)
+            return 0
+        if "ld.shared.v4" in text:
+            x, *counts = law.clean(self.shared[self.slots(args[0])])
+            args[1].base.view(-1).add_(torch.stack(counts))
+            return tuple(Tensor(y) for y in x.unbind(-1))
+        x = [Tensor(torch.as_tensor(unwrap(y))) if not isinstance(y, Pointer) else y for y in args]
+        if any(word in text for word in (".shared .align", "cp.async", "%laneid", "griddepcontrol")):
+            return 0
+        if "mma.sync" in text:
+            return chosen(x, len(dtype) - 1)
+        if "fma.rn.f16x2" in text:
+            code = torch.stack([rounded(y.v, x[8].v) for y in x[:8]], -1).long()
+            # bits 0 and 4 to 6 are anything
+            junk = torch.randint(0, 8, code.shape) << 4 | torch.randint(0, 2, code.shape)
+            words = ((code >> 3 << 7 | (code & 7) << 1 | junk).unflatten(-1, (2, 4)) << torch.arange(0, 32, 8)).sum(-1)
+            return Tensor(to_int32(words[..., 0])), Tensor(to_int32(words[..., 1]))
+        a, b = (y.v.long() & 0xFFFFFFFF for y in x)
+        if "0x70707070" in text:
+            return Tensor(to_int32((a << 3 & 0x70707070) | (b & 0x8E8E8E8E) | (a >> 7 & 0x01010101)))
+        assert "0x5140" in text
+        pick = lambda i: (a >> 8 * i & 0xFF) | (b >> 8 * i & 0xFF) << 8  # noqa: E731
+        return Tensor(to_int32(pick(0) | pick(1) << 16)), Tensor(to_int32(pick(2) | pick(3) << 16))
+
+
+def chosen(x: list[Tensor], blocks: int) -> tuple[Tensor, ...]:
+    """4 / scale of every block of a row, and the scales as lanes have them, from 16 numbers a lane and weights in the byte of a row."""
+    byte = torch.arange(64)[:, None] // 2 % 4 * 8
+    words = torch.stack([y.v.expand(64, 4) for y in x[18:]], -1)
+    weight = words >> byte[..., None] & 0xFF
+    assert (weight << byte[..., None] == words).all()
+    # channels of four lanes, then by block
+    turn = lambda y: y.unflatten(-1, (blocks, -1)).transpose(1, 2).flatten(-2)  # noqa: E731
+    mag = turn(torch.stack([y.v for y in x[:16]], -1).abs())
+    zero = mag.amax(-1) < law.TINY
+    scale = law._chosen_scale(mag, turn(weight))
+    inverse = torch.where(zero, 0.0, 4.0 / scale)
+    bits = scale.masked_fill(zero, law.ZERO_SCALE).view(torch.int32)
+    lane = torch.arange(4)
+    own = bits.unflatten(0, (32, 2))[:, lane // 2, lane % blocks].repeat_interleave(2, 0)
+    return *(Tensor(inverse[:, h : h + 1].expand(64, 4)) for h in range(blocks)), Tensor(own)
+
+
+def to_int32(x: torch.Tensor) -> torch.Tensor:
+    return (x & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+
+def rounded(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """`naive._rounded` with 4 / scale given."""
+    v = (x * inverse).half()
+    z = torch.maximum(v.abs() * 0.5 + 2.0, v.abs()).clamp(max=24.0)
+    return (z.view(torch.int16) + 0x100 >> 9) & 7 | (v.view(torch.int16) >> 12) & 8
+
+
+@pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")
+@pytest.mark.parametrize("case", [*(c for c in CASES if max(c[3]) > 1 and c[4].itemsize == 2), LONG])
+def test_tensor_cores_write_the_law(case: tuple[str, int, int, list[int], torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "PAGES", True)
+    if DEVICE == "cpu":
+        names = {"assembly": assembly, "cache": cache, "torch": torch}
+        kernel = Launch("encode_pages", fused_tiles.__file__, fused_pages.__file__, asm=Assembly(), names=names)
+        monkeypatch.setattr(fused_pages, "encode_pages", kernel)
+        monkeypatch.setattr(fused_pages, "programs_on", lambda device: 3)
+    assert_law(*case)
 
 
 @triton.jit
@@ -126,12 +220,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moe_prefetch.kernels.kv_encode import fused
+from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kv.format import FORMATS, PageLayout
 dim, outliers = 64, 4
 layout = PageLayout(FORMATS["fp4-quality"], dim, dim, outliers)
 at = {k: v[0] for k, v in layout.offsets.items()}
 constants = dict(N=8, D=dim, OUT=outliers, OUTP=4, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
-                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"])
+                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], PDL=True)
 types = {"pool_ptr": "*u8", "k_ptr": "*bf16", "v_ptr": "*bf16", "counts_ptr": "*i64"} | dict.fromkeys(
     ("runs_ptr", "channels_ptr", "table_ptr", "ready_ptr", "out_ptr"), "*i32")
 for name in sys.argv[1:]:

@@ -14,6 +14,7 @@ from ...kv.format import PageLayout
 from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2, seen
 from .general import LOG2E, merge_parts
 from .general_tiles import FP8, FP16, UNIT, byte_at, e4m3, item_at, keep, scale16, scale32, units_of
+from .latent_recent import attend_recent, latent_recent, softmax_step
 
 
 @triton.jit
@@ -112,62 +113,6 @@ def latent_tiles(parts, there_T, D: tl.constexpr, CODE: tl.constexpr, TT: tl.con
             hi_TC = per_word(scale16(s_TG >> 8), TT)
             tiles = tiles + (word16(x_TC, 0) * lo_TC, word16(x_TC, 1) * lo_TC, word16(x_TC, 2) * hi_TC, word16(x_TC, 3) * hi_TC)
     return tiles
-
-
-@triton.jit
-def softmax_step(s_TR, m_R, l_TR):
-    """One step of the running softmax over axis 0: (p, alpha, maximum, sums)."""
-    new_R = tl.maximum(m_R, tl.max(s_TR, axis=0))
-    alpha_R = exp2(m_R - new_R)
-    p_TR = exp2(s_TR - new_R[None, :])
-    return p_TR, alpha_R, new_R, l_TR * alpha_R[None, :] + p_TR
-
-
-@triton.jit
-def latent_recent(
-    q_at, row_R, on_R, norm_R, back_R, qpos_R, head, stored, length, first, sink_k_ptr, recent_k_ptr, part_at, ml_at,
-    T: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-):
-    """Partial attention over an item's FP16 tokens, written to a slot of its own."""
-    DQ: tl.constexpr = D + ROPE
-    i_T = tl.arange(0, 64)
-    c_C = tl.arange(0, 64)
-    in_sinks = tl.minimum(length, SINKS)
-    count = tl.where(length > SINKS, length - stored, length)
-    m_R = tl.full((RP,), NONE, tl.float32)
-    l_TR = tl.zeros((64, RP), tl.float32)
-    accs = ()
-    for _ in tl.static_range(D // 64):
-        accs = accs + (tl.zeros((RP, 64), tl.float32),)
-    for at in tl.range(0, count if ASM else count.handle.data.item(), 64, num_stages=1):
-        t_T = at + i_T
-        there_T = t_T < count
-        k_T = recent_k_ptr + (head * RING + (first + t_T - in_sinks) % RING) * DQ
-        if SINKS > 0:
-            k_T = tl.where(t_T < in_sinks, sink_k_ptr + (head * SINKS + t_T) * DQ, k_T)
-        s_TR = tl.zeros((64, RP), tl.float32)
-        for p in tl.static_range((DQ + 63) // 64):
-            on_C = 64 * p + c_C < DQ
-            at_CR = q_at + row_R[None, :] * DQ + 64 * p + c_C[:, None]
-            q_CR = tl.load(at_CR, mask=on_C[:, None] & on_R[None, :], other=0).to(tl.float32) * norm_R[None, :]
-            k_TC = tl.load(k_T[:, None] + 64 * p + c_C[None, :], mask=there_T[:, None] & on_C[None, :], other=0)
-            s_TR = dot(k_TC, q_CR.to(tl.float16), s_TR)
-        s_TR = s_TR * back_R[None, :]
-        if SOFTCAP > 0:
-            s_TR = bend(s_TR, SOFTCAP)
-        s_TR = seen(s_TR, tl.where(t_T < in_sinks, t_T, t_T + stored), there_T, qpos_R, T, SLIDING)
-        p_TR, alpha_R, m_R, l_TR = softmax_step(s_TR, m_R, l_TR)
-        p_RT = tl.trans(p_TR.to(tl.float16))
-        new = ()
-        for p in tl.static_range(D // 64):
-            v_TC = tl.load(k_T[:, None] + 64 * p + c_C[None, :], mask=there_T[:, None], other=0)
-            new = new + (dot(p_RT, v_TC, accs[p] * alpha_R[:, None]),)
-        accs = new
-    for p in tl.static_range(D // 64):
-        tl.store(part_at + tl.arange(0, RP)[:, None] * D + 64 * p + c_C[None, :], accs[p])
-    tl.store(ml_at + tl.arange(0, RP) * 2, m_R)
-    tl.store(ml_at + tl.arange(0, RP) * 2 + 1, tl.sum(l_TR, axis=0))
 
 
 @triton.jit
@@ -321,6 +266,11 @@ def attend_latent(
 # launch ----------------------------------------------------------------------------------------------------------------
 ROWS = 16  # query rows of an item; more heads or drafts are further items over the same pages
 TILE = 64  # tokens
+# Gluon is experimental: another version's may differ
+GLUON = triton.__version__.startswith("3.6.")
+if GLUON:
+    from . import fused_latent
+FUSED = ASM.value and GLUON
 
 
 def serves(layout: PageLayout, group: int = 1) -> bool:
@@ -362,15 +312,26 @@ def attend(
     N, dev, D = pool_PNb.shape[1], q_BHTd.device, layout.k_dim
     R = H // N * T
     const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap)
-    programs, items = programs_on(dev, layout), B * N * -(-R // ROWS)
+    fused = FUSED and fused_latent.serves(layout, T, sliding, softcap, dev)
+    programs, items = fused_latent.programs_on(dev) if fused else programs_on(dev, layout), B * N * -(-R // ROWS)
     out = torch.empty(B, H, T, D, dtype=torch.float32, device=dev)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=dev)
     part = torch.empty(programs + 2 * items, ROWS, D, dtype=torch.float32, device=dev)
     ml = torch.empty(programs + 2 * items, ROWS, 2, dtype=torch.float32, device=dev)
     span = torch.empty(items, 2, dtype=torch.int32, device=dev)
-    attend_latent[(programs,)](
-        q_BHTd.contiguous(), q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2],
-        part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
+    if fused:
+        shape = {k: const[k] for k in ("BP", "N", "R")}
+        attend_recent[(min(items, fused_latent.BESIDE),)](
+            q_BHTd.contiguous(), q_len_B, stored_B, length_B, sink_k, recent_k, recent_first_B, part, ml, B, items, programs, scale * LOG2E,
+            **shape, RP=ROWS, T=T, D=D, ROPE=layout.rope, SINKS=sink_k.shape[2], RING=const["RING"], num_warps=4)
+        fused_latent.attend_latent[(programs,)](
+            q_BHTd.contiguous(), pool_PNb, table_BP, stored_B, book[1], book[2], part, ml, span, B, table_BP.shape[1], scale * LOG2E,
+            **shape, **{k: const[k] for k in ("PAGE_BYTES", "KS_AT", "ROPE_AT", "TRAILER_AT")}, num_warps=4,
+            **({"launch_pdl": True} if ASM.value else {}))
+    else:
+        attend_latent[(programs,)](
+            q_BHTd.contiguous(), q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2],
+            part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
     merge_parts[(B * N * R,)](
         q_len_B, length_B, lse if sink_H is None else sink_H, part, ml, span, out, lse, N=N, R=R, RP=ROWS, T=T, DV=D,
         DP=triton.next_power_of_2(D), LOGIT=sink_H is not None, SB=8, num_warps=2)

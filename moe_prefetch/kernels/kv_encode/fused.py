@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
 from .fused_elements import (
+    ASM,
     _book_k,
     _byte,
     _clean,
@@ -24,6 +25,11 @@ from .fused_elements import (
 )
 
 REGISTERS = 128  # of a thread: four programs share a multiprocessor
+# Gluon is experimental: another version's may differ
+GLUON = triton.__version__.startswith("3.6.")
+if GLUON:
+    from . import fused_pages
+PAGES = ASM.value and GLUON
 
 
 # one token -------------------------------------------------------------------------------------------------------------
@@ -97,14 +103,25 @@ def append_one(
 
 
 @triton.jit
-def prepare_book(channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr):
-    """What pages read of a book for every element, [3, N, D]: K gains without outliers, then weights of K and V as int32."""
+def prepare_book(
+    channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr,
+):
+    """What pages read of a book for every element, int32: K gains without outliers [N, D], then weights [2 (K, V), N, 4, D], where row i's
+    lie in byte i. Nothing has been counted yet.
+    """
+    if PDL:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     n = tl.program_id(0)
     d_D = tl.arange(0, D)
+    if n == 0:
+        tl.store(counts_ptr + tl.arange(0, 2), 0)
     gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
     tl.store(out_ptr + n * D + d_D, gain_D.to(tl.int32, bitcast=True))
-    tl.store(out_ptr + (N + n) * D + d_D, w_D)
-    tl.store(out_ptr + (2 * N + n) * D + d_D, tl.load(v_weight_ptr + n * D + d_D).to(tl.int32))
+    at = out_ptr + N * D + tl.arange(0, 4)[:, None] * D + d_D[None, :]
+    shift = tl.arange(0, 4)[:, None] * 8
+    tl.store(at + n * 4 * D, w_D[None, :] << shift)
+    tl.store(at + (N + n) * 4 * D, tl.load(v_weight_ptr + n * D + d_D).to(tl.int32)[None, :] << shift)
 
 
 # whole pages -----------------------------------------------------------------------------------------------------------
@@ -147,7 +164,7 @@ def _codes_k(
                     at = n * D + first + i * 16 + ch
                     gain = tl.load(ready_ptr + at).to(tl.float32, bitcast=True)
                     ys = ys + ((xs[i] - tl.load(k_mean_ptr + at)[None, :]) * gain[None, :],)
-                    ws = ws + (tl.load(ready_ptr + N * D + at)[None, :],)
+                    ws = ws + (tl.load(ready_ptr + N * D + n * 3 * D + at)[None, :],)
                 scale_T, inverse_T = _scales(ys, ws, table_ptr, lane_table, True)
                 planes = planes + (_codes(ys[0], inverse_T), _codes(ys[1], inverse_T))
                 scales = scales + (scale_T,)
@@ -227,7 +244,7 @@ def _codes_v(
             for i in tl.static_range(4):
                 at = n * D + g * 64 + i * 16 + ch
                 ys = ys + (xs[i] * tl.load(v_gain_ptr + at)[None, :],)
-                ws = ws + (tl.load(ready_ptr + 2 * N * D + at)[None, :],)
+                ws = ws + (tl.load(ready_ptr + 5 * N * D + n * 3 * D + at)[None, :],)
             scale_B, inverse_B = _scales(ys, ws, table_ptr, lane_table, True)
             for i in tl.static_range(4):
                 planes = planes + (_codes(ys[i], inverse_B),)
@@ -309,10 +326,9 @@ def encode(
 
     The host reads nothing. Returns int64 [2]: elements saturated, NaNs zeroed.
     """
-    counts = torch.zeros(2, dtype=torch.int64, device=pool_PNb.device)
+    dev = pool_PNb.device
     if not len(runs_R4):
-        return counts
-    table = table_on(pool_PNb.device)
+        return torch.zeros(2, dtype=torch.int64, device=dev)
     channels, k_mean, k_gain, k_weight, v_gain, v_weight = book
     at = {k: v[0] for k, v in layout.offsets.items()}
     N, D, out = pool_PNb.shape[1], layout.k_dim, layout.outliers
@@ -322,9 +338,20 @@ def encode(
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"], "enable_fp_fusion": False,
     }  # fmt: skip
     if most == 1:
-        append_one[(len(runs_R4), N, 2)](*tensors, k_gain, k_weight, v_gain, v_weight, counts, table, **constants, num_warps=1)
+        counts = torch.zeros(2, dtype=torch.int64, device=dev)
+        append_one[(len(runs_R4), N, 2)](
+            *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, num_warps=1)
+        return counts
+    pages = PAGES and fused_pages.serves(k_TNd, v_TNd)
+    counts, ready = torch.empty(2, dtype=torch.int64, device=dev), torch.empty(9, N, D, dtype=torch.int32, device=dev)
+    on = pages and ASM.value
+    prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, PDL=on, num_warps=1)
+    if pages:
+        items = 2 * N * len(runs_R4)
+        fused_pages.encode_pages[(min(items, fused_pages.programs_on(dev)),)](
+            *tensors, v_gain, ready, counts, fused_pages.table_on(dev), items, **constants, num_warps=4, maxnreg=REGISTERS,
+            **({"launch_pdl": True} if on else {}))
     else:
-        ready = torch.empty(3, N, D, dtype=torch.int32, device=pool_PNb.device)
-        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, N=N, D=D, OUT=out, num_warps=1)
-        encode_pages[(len(runs_R4), N, 2)](*tensors, v_gain, ready, counts, table, **constants, num_warps=4, maxnreg=REGISTERS)
+        encode_pages[(len(runs_R4), N, 2)](
+            *tensors, v_gain, ready, counts, table_on(dev), **constants, num_warps=4, maxnreg=REGISTERS)
     return counts

@@ -1,0 +1,78 @@
+"""Compile the Gluon kernels of pages and of MLA for sm_90 and say what their machine code is like. No GPU is needed.
+
+usage: python tests/kernels/gluon_code.py [NAME ...]
+
+One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over tiles), products (tensor instructions), lookups (8-byte
+loads from shared memory), matrices (matrix stores), spills, registers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from ahead import compile_only
+from listing import loops
+from machine_code import listing_of
+
+
+def encoder(kind: str, dim: int) -> str:
+    import torch
+
+    from moe_prefetch.kernels.kv_encode import fused, fused_pages
+    from moe_prefetch.kernels.kv_encode.naive import empty_pages
+    from moe_prefetch.kernels.kv_encode.records import neutral_book, runs_for
+    from moe_prefetch.kv.format import format_of, layout_for
+
+    kernels = compile_only()
+    fused_pages.programs_on = lambda device: 527
+    layout = layout_for(format_of(kind), dim, dim)
+    x = torch.zeros(300, 8, dim, dtype=torch.bfloat16)
+    runs = torch.tensor(runs_for([0, 1, 2], 0, 300, 0), dtype=torch.int32)
+    fused.encode(empty_pages(3, 8, layout), x, x, runs, neutral_book(layout, 8), layout)
+    return listing_of(next(k for k in kernels if k.metadata.name == "encode_pages"))
+
+
+def latent() -> str:
+    import torch
+
+    from moe_prefetch.kernels.kv_attend import fused_latent, general_latent
+    from moe_prefetch.kernels.kv_encode.records import neutral_book
+    from moe_prefetch.kv.format import PageLayout, format_of
+
+    kernels = compile_only()
+    fused_latent.programs_on = lambda device: 256
+    layout = PageLayout(format_of("fp4-72"), 512, 0, 0, 64)
+    i32 = lambda *shape: torch.zeros(*shape, dtype=torch.int32)  # noqa: E731
+    half = lambda n, d: torch.zeros(16, 1, n, d, dtype=torch.float16)  # noqa: E731
+    general_latent.attend(
+        torch.zeros(16, 16, 1, 576, dtype=torch.bfloat16), i32(16), torch.zeros(1, 1, layout.page_bytes, dtype=torch.uint8), i32(16, 256),
+        i32(16), i32(16), half(4, 576), half(4, 0), half(65, 576), half(65, 0), i32(16), neutral_book(layout, 1), layout, scale=576**-0.5)
+    return listing_of(next(k for k in kernels if k.metadata.name == "attend_latent"))
+
+
+CASES = {"encode_d64": lambda: encoder("fp4-72", 64), "encode_d128": lambda: encoder("fp4-quality", 128), "latent": latent}
+
+
+def facts(name: str) -> dict[str, object]:
+    code = CASES[name]()
+    of = lambda body: sum("HGMMA" in t for t in body)  # noqa: E731
+    body = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", code, re.M)
+    if name == "latent":
+        body = max(loops(code), key=lambda b: (of(b), -len(b)))
+    count = lambda pattern: sum(bool(re.search(pattern, t)) for t in body)  # noqa: E731
+    return {
+        "name": name,
+        "instructions": len(body),
+        "products": count("HGMMA|IMMA"),
+        "lookups": count(r"LDS\.64"),
+        "matrices": count("STSM"),
+        "spills": count(r"\b(STL|LDL)\b"),
+        "registers": int(re.search(r"REG:(\d+)", code)[1]),
+    }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        print(json.dumps(facts(name)), flush=True)

@@ -1,0 +1,36 @@
+"""What ptxas makes of the Gluon kernels for sm_90: tensor instructions where they belong, few instructions, few spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from moe_prefetch.kernels.kv_encode import fused
+
+if not fused.GLUON:
+    pytest.skip("this version of Triton takes the kernels in Triton", allow_module_level=True)
+
+# instructions at most; the others exactly, spills at most
+BUDGET = {
+    "encode_d64": {"instructions": 4050, "products": 64, "lookups": 128, "spills": 0},
+    "encode_d128": {"instructions": 4350, "products": 64, "lookups": 128, "spills": 4},
+    "latent": {"instructions": 1260, "products": 68, "matrices": 33, "spills": 72},
+}
+
+
+@pytest.mark.parametrize("name", BUDGET)
+def test_machine_code(name: str) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, here / "gluon_code.py", name], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for what, limit in BUDGET[name].items():
+        assert found[what] <= limit if what in ("instructions", "spills") else found[what] == limit, found

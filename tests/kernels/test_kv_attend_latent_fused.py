@@ -1,0 +1,85 @@
+"""The Gluon kernel over MLA pages against the naive law: its text on a CPU, and on a GPU as it is."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe_prefetch.kernels.kv_attend import general_latent as general
+
+if not general.GLUON:
+    pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
+
+from moe_prefetch.kernels.kv_attend import fused_latent
+from moe_prefetch.kv.format import FORMATS, PageLayout
+
+from .gluon_cpu import Launch, Tensor, inline_asm
+from .kv_cases import case
+from .test_kv_attend_latent import compare, mla
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:overflow encountered:RuntimeWarning")
+
+
+def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """What the assembly of fused_latent.py does."""
+    if text == "mov.u32 $0, 0;":
+        return 0
+    if "ex2" in text or "griddepcontrol" in text:
+        return inline_asm(text, constraints, args, dtype, is_pure, pack)
+    x = args[0].v
+    halves = lambda y: y.contiguous().view(torch.float16).unflatten(-1, (-1, 2))  # noqa: E731
+    words = lambda y: y.half().flatten(-2).view(torch.int32)  # noqa: E731
+    if text == "mov.b32 {$0, $1}, $2;":
+        return tuple(Tensor(y) for y in halves(x).unbind(-1))
+    if "0x78007800" in text:
+        return Tensor(words(halves(x) * 32768.0))
+    if "shl.b32 a, $1, 5" in text:
+        code = (x << 5 & 0x0E000E00) | (x << 15 & -0x7FFF8000)
+    elif "shr.u32 a, $1, 3" in text:
+        code = (x >> 3 & 0x0E000E00) | (x << 7 & -0x7FFF8000)
+    else:
+        code = (x << 8 if "shl.b32 a, $1, 8" in text else x) & -0x71FF7200
+    return Tensor(words(halves(code) * halves(args[1].v.expand(x.shape))))
+
+
+CASES = {
+    "16 heads": dict(name="fp4-quality", heads_q=16, lengths=[300]),
+    "16 heads, ragged from 0": dict(name="fp4-72", heads_q=16, lengths=[0, 2, 36, 37, 165, 700]),
+    "one head, learned sink": dict(name="fp4-72", heads_q=1, lengths=[420, 5], learned_sink=True),
+    "40 heads are three items": dict(name="fp4-quality", heads_q=40, lengths=[200, 2]),
+    "two KV heads, no sinks, no window, BF16 query": dict(
+        name="fp4-72-c64", heads_q=5, heads=2, lengths=[257], sinks=0, window=0, dtype=torch.bfloat16
+    ),
+    "pages to the last token": dict(name="fp4-72", heads_q=16, lengths=[128 + 36, 127 + 36]),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("programs", [1, 5])
+def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(general, "FUSED", True)
+    monkeypatch.setattr(fused_latent, "programs_on", lambda device: programs)
+    if not torch.cuda.is_available():
+        names = {"cache": cache, "torch": torch, "PageLayout": PageLayout}
+        monkeypatch.setattr(fused_latent, "attend_latent", Launch("attend_latent", fused_latent.__file__, asm=assembly, names=names))
+    spec = dict(CASES[what])
+    compare(*case(mla(spec.pop("name"), 512), spec.pop("heads_q"), spec.pop("lengths"), **spec))
+
+
+def test_takes_what_it_can() -> None:
+    def takes(layout: PageLayout, queries: int = 1, sliding: int = 0, softcap: float = 0.0) -> bool:
+        return fused_latent.serves(layout, queries, sliding, softcap, torch.device("cpu"))
+
+    ours = mla("fp4-72", 512)
+    assert takes(ours)
+    assert takes(mla("fp4-quality-c64", 512))
+    for layout in (mla("fp8", 512), mla("fp4-72", 256), mla("fp4-72", 512, 32), PageLayout(FORMATS["fp4-72"], 128, 128, 4)):
+        assert not takes(layout)
+    assert not takes(ours, queries=2)
+    assert not takes(ours, sliding=100)
+    assert not takes(ours, softcap=20.0)
