@@ -1,16 +1,18 @@
 """K and V in different formats on a GPU: bytes and attention against the law, and the time of attention beside each format alone.
 
-usage: python benchmarks/kv_pairs.py --out ROWS.csv [--commit ID] [--checks | --share I/N]
+usage: python benchmarks/kv_pairs.py --out ROWS.csv [--commit ID] [--checks | --times] [--cases REGEX] [--tunings] [--share I/N]
 
 Bytes: appends of many sizes, token by token, and whole pages with all 65,536 bfloat16 values (as `benchmarks/kv_encode.py`). Attention:
 ragged rows with options, then the timed cases as `benchmarks/kv_general.py` takes them, groups of 4, batch 8, 32k tokens. `--checks` stops
-before the times; `--share I/N` only compiles, for several processes to fill Triton's cache at once.
+before the times, `--times` leaves the first two out; `--tunings` times other tiles, registers and stages, too; `--share I/N` only compiles,
+for several processes to fill Triton's cache at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from kv_encode import differs, heads_of
 from kv_general import Cache, Run, errors, prepared, query
 
 from moe_prefetch.bench.kv_attend import COLD, FIELDS, relative, stamp_of, timed
+from moe_prefetch.kernels.kv_attend import general
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_attend.op import path_of
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
@@ -34,6 +37,14 @@ RUNS = [
     *(Run(kind, 8, 8, 4, 128) for kind in ("fp8", "fp4-72", "fp8+fp4-72", "fp4-72+fp8", "fp16+fp4-72")),
     *(Run(kind, 8, 8, 4, 64) for kind in ("fp8", "fp4-72", "fp8+fp4-72")),
 ]
+
+Tuning = tuple[int, int, int, int, int, int]
+# general.tuning, what else it could say of a pair: by the tile it takes
+TUNINGS: dict[int, list[Tuning]] = {
+    128: [(16, 128, 4, 168, 3, 3), (16, 128, 4, 255, 2, 2), (16, 128, 4, 255, 2, 3)],
+    64: [(16, 64, 4, 168, 3, 3), (16, 64, 4, 255, 2, 3), (16, 128, 4, 168, 3, 2)],
+}
+LANDED = general.tuning
 
 
 def layouts() -> list[PageLayout]:
@@ -65,23 +76,32 @@ def attention_is_the_laws(name: str, dim: int) -> bool:
     return right
 
 
-def time_of(run: Run) -> tuple[float, float, int, float]:
-    """Microseconds, error against the law, bytes that must be read, and their share of FP16's."""
+def tunings_of(run: Run, others: bool) -> list[Tuning]:
+    """What the kernel has for that run, then others, for pairs."""
+    own = LANDED(run.layout, run.group)
+    return [own, *(TUNINGS[own[1]] if others and run.layout.format.values else [])]
+
+
+def times_of(run: Run, others: bool) -> Iterator[tuple[str, float, float, int, float]]:
+    """Per tuning its name ("" for the first), microseconds, error against the law, bytes that must be read, their share of FP16's."""
     layout, book, base = prepared(run)
     size = run.batch * run.heads * run.tokens // PAGE * layout.page_bytes
     caches = [Cache(run, layout, book, base, [run.tokens] * run.batch) for _ in range(min(24, max(2, -(-int(COLD) // size))))]
     q, q_len = query(run, layout), torch.ones(run.batch, dtype=torch.int32, device="cuda")
-    attend = path_of(q.device, layout, run.group)
-    out, _ = caches[0].call(attend, q, q_len)
-    error = relative(out[:1], caches[0].call(attend_naive, q, q_len, slice(0, 1))[0])
-    us = timed([lambda c=c: c.call(attend, q, q_len) for c in caches])
-    moved = caches[0].moved
-    return us, error, moved, moved / (2 * run.batch * run.heads * run.tokens * layout.element_count)
+    attend, moved = path_of(q.device, layout, run.group), caches[0].moved
+    want = caches[0].call(attend_naive, q, q_len, slice(0, 1))[0]
+    for i, tuning in enumerate(tunings_of(run, others)):
+        general.tuning = lambda layout, rows, tuning=tuning: tuning
+        error = relative(caches[0].call(attend, q, q_len)[0][:1], want)
+        us = timed([lambda c=c: c.call(attend, q, q_len) for c in caches])
+        name = "_" + "-".join(map(str, tuning)) if i else ""
+        yield name, us, error, moved, moved / (2 * run.batch * run.heads * run.tokens * layout.element_count)
+    general.tuning = LANDED
 
 
-def compile_jobs() -> Iterator[Callable[[], object]]:
+def compile_jobs(runs: list[Run], others: bool, checks: bool) -> Iterator[Callable[[], object]]:
     """Calls that compile every kernel once, each a few seconds of one core."""
-    for layout in layouts():
+    for layout in layouts() if checks else []:
         heads = heads_of(layout)
         pool, x = empty_pages(1, heads, layout, "cuda"), torch.zeros(PAGE, heads, layout.k_dim, dtype=torch.bfloat16, device="cuda")
         for most in (1, PAGE):
@@ -90,15 +110,18 @@ def compile_jobs() -> Iterator[Callable[[], object]]:
             yield lambda layout=layout, args=args, most=most: fused_for(torch.device("cuda"), layout)(*args, most=most)
         for kw in CHECKS:
             yield lambda layout=layout, kw=kw: errors(Run(layout.format.name, 5, 2, 4, layout.k_dim, 700), **kw)
-    for run in RUNS:
-        yield lambda run=run: attend_once(run)
+    for run in runs:
+        for tuning in tunings_of(run, others):
+            yield lambda run=run, tuning=tuning: attend_once(run, tuning)
 
 
-def attend_once(run: Run) -> None:
+def attend_once(run: Run, tuning: Tuning) -> None:
     layout, book, base = prepared(run, 8)
+    general.tuning = lambda layout, rows: tuning
     # a block table as wide, modulo 16, as the real one
     cache, q = Cache(run, layout, book, base, [16 * PAGE] * run.batch), query(run, layout)
     cache.call(path_of(q.device, layout, run.group), q, torch.ones(run.batch, dtype=torch.int32, device="cuda"))
+    general.tuning = LANDED
 
 
 def main() -> int:
@@ -106,36 +129,38 @@ def main() -> int:
     ap.add_argument("--out")
     ap.add_argument("--commit", default="unknown")
     ap.add_argument("--checks", action="store_true")
-    ap.add_argument("--share", help="I/N: only compile, every N-th case from I on")
+    ap.add_argument("--times", action="store_true")
+    ap.add_argument("--cases", default=".", help="which of the timed ones")
+    ap.add_argument("--tunings", action="store_true")
+    ap.add_argument("--share", help="I/N: only compile, every N-th kernel from I on")
     a = ap.parse_args()
     if not torch.cuda.is_available():
         ap.error("these figures need a GPU")
+    runs = [r for r in RUNS if re.search(a.cases, r.name) and not a.checks]
     if a.share:
         i, n = map(int, a.share.split("/"))
-        for job in list(compile_jobs())[i::n]:
+        for job in list(compile_jobs(runs, a.tunings, not a.times))[i::n]:
             job()
         return 0
     torch.manual_seed(0)
-    right = all([bytes_are_the_laws(layout) for layout in layouts()])
-    right &= all([attention_is_the_laws(name, dim) for name in PAIRS for dim in (64, 128)])
-    rows: list[dict[str, object]] = []
-    for run in RUNS if not a.checks else []:
-        us, error, moved, share = time_of(run)
-        fine = error < 2e-3
-        right &= fine
-        print(f"{run.name:32s} {us:7.1f} us {moved / us / 1e3:6.0f} GB/s  {share:.3f} of FP16's bytes  error {error:.1e}", flush=True)
-        figures = [("us", us, "us"), ("gbps", moved / us / 1e3, "GB/s"), ("bytes_saved", 1 - share, "share")]
-        if fine and format_of(run.kind).values:
-            rows += [
-                {"bench": "kv-attend", "case": run.name, "metric": metric, "value": f"{value:.4g}", "unit": unit, **stamp_of(a.commit),
-                 "checked": f"error {error:.2e}"}
-                for metric, value, unit in figures
-            ]  # fmt: skip
-    if a.out and right and rows:
-        with open(a.out, "w", newline="") as f:
-            w = csv.DictWriter(f, FIELDS)
-            w.writeheader()
-            w.writerows(rows)
+    right, file = True, open(a.out, "w", newline="") if a.out else None
+    rows = csv.DictWriter(file, FIELDS) if file else None
+    if rows:
+        rows.writeheader()
+    if not a.times:
+        right = all([bytes_are_the_laws(layout) for layout in layouts()])
+        right &= all([attention_is_the_laws(name, dim) for name in PAIRS for dim in (64, 128)])
+    for run in runs:
+        for name, us, error, moved, share in times_of(run, a.tunings):
+            fine = error < 2e-3
+            right &= fine
+            case = run.name + name
+            print(f"{case:48s} {us:7.1f} us {moved / us / 1e3:6.0f} GB/s  {share:.3f} of FP16's bytes  error {error:.1e}", flush=True)
+            if rows and fine and format_of(run.kind).values:
+                stamp = {"bench": "kv-attend", "case": case, **stamp_of(a.commit), "checked": f"error {error:.2e}"}
+                figures = [("us", us, "us"), ("gbps", moved / us / 1e3, "GB/s"), ("bytes_saved", 1 - share, "share")]
+                rows.writerows({**stamp, "metric": metric, "value": f"{value:.4g}", "unit": unit} for metric, value, unit in figures)
+                file.flush()
     return 0 if right else 1
 
 

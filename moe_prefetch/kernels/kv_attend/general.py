@@ -289,8 +289,10 @@ def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int, int]
     """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then, pipeline stages)."""
     wide = max(layout.k_dim, layout.v_dim) > 128
     if layout.format.values:
+        # V's planes hold tokens t and 64 + t in a byte
         tile = 128 if layout.format.v.order == "planes" and layout.format.v.code == "fp4" else 64
-        return 16, tile, 4, 255, 2, 2
+        wide |= tile == 128 and layout.format.name.startswith("mxfp4")
+        return (16, tile, 4, 255, 2, 2) if wide else (16, tile, 4, 168, 3, 2)
     if layout.format.code == "fp4":
         tile = 128 if layout.format.order == "planes" else 64
         # stages as measured: one tile in shared memory and the next page in L2, but for head dim 112
