@@ -39,7 +39,7 @@ def test_words_that_are_still_to_be_taken_are_not_overwritten(results):
 
 
 def test_numbers_go_round_and_no_word_grows_old(results):
-    for said in right(results, 2, "device_numbers", 12):
+    for said in right(results, 2, "device_numbers", 10):
         assert said["ages"] <= 4 * said["slots"]
 
 
