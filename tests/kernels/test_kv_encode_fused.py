@@ -150,16 +150,35 @@ def rounded(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return (z.view(torch.int16) + 0x100 >> 9) & 7 | (v.view(torch.int16) >> 12) & 8
 
 
-@pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")
-@pytest.mark.parametrize("case", [*(c for c in CASES if max(c[3]) > 1 and c[4].itemsize == 2), LONG])
-def test_tensor_cores_write_the_law(case: tuple[str, int, int, list[int], torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+def use_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "PAGES", True)
     if DEVICE == "cpu":
         names = {"assembly": assembly, "cache": cache, "torch": torch}
         kernel = Launch("encode_pages", fused_tiles.__file__, fused_pages.__file__, asm=Assembly(), names=names)
         monkeypatch.setattr(fused_pages, "encode_pages", kernel)
         monkeypatch.setattr(fused_pages, "programs_on", lambda device: 3)
+
+
+@pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")
+@pytest.mark.parametrize("case", [*(c for c in CASES if max(c[3]) > 1 and c[4].itemsize == 2), LONG])
+def test_tensor_cores_write_the_law(case: tuple[str, int, int, list[int], torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gluon(monkeypatch)
     assert_law(*case)
+
+
+@pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")
+def test_runs_without_tokens_touch_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between runs that have some; what their pages hold is another's."""
+    use_gluon(monkeypatch)
+    layout = PageLayout(FORMATS["fp4-72"], 64, 64, 1)
+    book, x, y = book_of(layout, 2), tokens(200, 2, 64, torch.bfloat16), tokens(200, 2, 64, torch.bfloat16)
+    runs = torch.tensor([[3, 0, 0, 0], [0, 0, 0, 128], [3, 9, 7, 0], [2, 0, 128, 72], [3, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    law_pool = empty_pages(4, 2, layout, DEVICE)
+    law_pool[3] = torch.randint(0, 256, law_pool[3].shape, dtype=torch.uint8)
+    ours = law_pool.clone()
+    encode_naive(law_pool, x, y, runs[runs[:, 3] > 0], book, layout)
+    fused.encode(ours, x, y, runs, book, layout)
+    assert torch.equal(law_pool, ours)
 
 
 @triton.jit
