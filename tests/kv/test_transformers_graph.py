@@ -93,7 +93,7 @@ def lengths(cache: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["static", "fp16", "fp8", "fp4-quality"])
+@pytest.mark.parametrize("kind", ["static", "fp16", "fp8", "fp4-quality", "fp4-72+fp8"])
 def test_greedy_tokens_are_those_of_generate(case, way: str, kind: str, batch: int) -> None:
     want, got, cache = both(case, kind, models.ids(60, batch))
     assert torch.equal(want, got) and got.shape == (batch, 84)
