@@ -334,5 +334,5 @@ def attend(
             part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
     merge_parts[(B * N * R,)](
         q_len_B, length_B, lse if sink_H is None else sink_H, part, ml, span, out, lse, N=N, R=R, RP=ROWS, T=T, DV=D,
-        DP=triton.next_power_of_2(D), LOGIT=sink_H is not None, SB=8, num_warps=2)
+        DP=triton.next_power_of_2(D), LOGIT=sink_H is not None, SB=16 if fused else 8, num_warps=8 if fused else 2)
     return out, lse
