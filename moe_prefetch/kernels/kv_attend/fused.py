@@ -39,7 +39,7 @@ from ..kv_recent.fused import attend_recent
 # Gluon is experimental: another version's may differ
 GLUON = triton.__version__.startswith("3.6.")
 if GLUON:
-    from . import fused_decode
+    from . import fused_decode, fused_shares
 
 LOG2E = 1.4426950408889634
 
@@ -300,6 +300,7 @@ FIT = {4: (4, 128), 8: (4, 128)}
 FIT_MORE = (2, 0)
 STAGES = 3
 PDL = True
+JOIN = 16  # FP16 tokens beyond pieces of 64 that are no piece of their own
 MAX_ROWS = 32  # query rows of one KV head in a launch; more queries take another pass over the pages
 DECODE = ASM.value and GLUON
 
@@ -350,17 +351,23 @@ def attend(
         decode = DECODE and fused_decode.serves(layout, R, pool_PNb, T_all, sliding, softcap)
         fit, registers = fused_decode.FIT[D, RP] if decode else FIT.get(RP, FIT_MORE)
         regs = {"maxnreg": registers} if registers else {}
-        programs = shares(programs_on(dev, fit), items)
-        pieces = -(-(sinks + ring) // 64)
+        most = programs_on(dev, fit)
+        programs = most if decode else shares(most, items)
+        # a few tokens beyond pieces of 64 are the last one's
+        pieces, rest = divmod(max(sinks + ring, 64), 64)
+        if rest > JOIN:
+            pieces, rest = pieces + 1, 0
         slots = programs + items * (1 + pieces)
         part = torch.empty(slots, R, D, dtype=torch.float32, device=dev)
         ml = torch.empty(slots, R, 2, dtype=torch.float32, device=dev)
         span = torch.empty(items, 2, dtype=torch.int32, device=dev)
         shape = {"BP": max(16, triton.next_power_of_2(B)), "N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "num_warps": 4}
         if decode:
+            ranks = fit if most % fit == 0 else 1
             fused_decode.attend_decode[(programs,)](
                 *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, span, B, table_BP.shape[1],
-                scale * LOG2E, **shape, **fused_decode.constants(layout), **regs)
+                fused_shares.even(most, items, ranks), *fused_shares.MORE[ranks], scale * LOG2E, RANKS=ranks,
+                **shape, **fused_decode.constants(layout), **regs)
         else:
             # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
             HL = 2 if D // 64 * RP * 2 <= 16 else 1
@@ -376,8 +383,8 @@ def attend(
         # behind the pages: these take places that `shares` left, and those of programs that have ended
         attend_recent[(items * pieces,)](
             q, q_len_B, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml, span, programs + items, t_at,
-            scale * LOG2E, N=N, R=R, RP=RP, T=T, D=D, SINKS=sinks, RING=ring, PIECES=pieces, SLIDING=sliding, SOFTCAP=softcap,
-            PDL=bool(pdl), num_warps=4, **pdl)
+            scale * LOG2E, N=N, R=R, RP=RP, T=T, D=D, SINKS=sinks, RING=ring, PIECES=pieces, REST=16 if rest else 0, SLIDING=sliding,
+            SOFTCAP=softcap, PDL=bool(pdl), num_warps=4, **pdl)
         # one warp for 32 channels while an item has few partial results, more of them for many
         some = min(256, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
         parts = min(D // 32, 1 << max(1, 2048 // (items * R)).bit_length() - 1)

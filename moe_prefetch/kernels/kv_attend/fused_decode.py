@@ -11,7 +11,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -21,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
-from ..kv_query.fused_decode import outlier_queries, queries
+from ..kv_query.fused_decode import outlier_queries, queries, read, read_channels
+from .fused_shares import share_of
 
 NONE = gl.constexpr(-1.0e30)
 CODES = gl.NVMMASharedLayout(128, 8, 2)
@@ -55,11 +55,6 @@ def _exp2(x):
 @gluon.jit
 def _scale(word, i: gl.constexpr):
     return ((word >> (8 * i) & 0x7F) << 20).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _cut(p, programs, total):
-    return total // programs * p + total % programs * p // programs
 
 
 @gluon.jit
@@ -101,22 +96,14 @@ def _expect(codes_bar, tail_bar, s, D: gl.constexpr, TAIL: gl.constexpr, pred):
 
 
 @gluon.jit
-def _ask(codes, tail, pool_ptr, rec, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, s, D: gl.constexpr, OUT: gl.constexpr,
-         LINES: gl.constexpr, pred):
+def _ask(codes, tail, rec, codes_s, tail_s, codes_bar, tail_bar, s, D: gl.constexpr, LINES: gl.constexpr, pred):
     """Have record `rec` copied to stage s."""
     tma.async_copy_global_to_shared(codes, [rec * LINES, 0], codes_bar.index(s), codes_s.index(s), pred=pred)
     tma.async_copy_global_to_shared(tail, [rec, D, 0], tail_bar.index(s), tail_s.index(s), pred=pred)
-    if OUT == 3:
-        # rows of 6 bytes: the two words that hold a token's
-        t_T = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-        at = pool_ptr + rec.to(gl.int64) * (LINES * 32) + (D * 32 + D * 3 // 2) + t_T * 3 // 2
-        async_copy.async_copy_global_to_shared(word_s.index(s), at, mask=(t_T >= 0) & pred)
-        async_copy.async_copy_global_to_shared(next_s.index(s), at + 1, mask=(t_T >= 0) & pred)
-        async_copy.commit_group()
 
 
 @gluon.jit
-def _outliers(tail_1, word_1, next_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
+def _outliers(tail_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
     """FP16 [128, 16]: the outlier channels of K, up to 8, twice."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -134,9 +121,12 @@ def _outliers(tail_1, word_1, next_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: 
             a_T = tail_1._reinterpret(gl.int16, [TAIL, 64], FLAT).index(D * 6 // 128)._reinterpret(gl.int16, [128], FLAT).load(T_L)
             w_TJ = gl.where((j_J == 0)[None, :], (a_T.to(gl.int32) & 0xFFFF)[:, None], 0)
         else:
+            # two rows of 6 bytes are three words: the one that a row begins in, and the next
+            PAIRS: gl.constexpr = gl.PaddedSharedLayout([[2, 1]], [[1], [2], [4], [8], [16], [32], [64]], [], [128])
+            words = tail_1._reinterpret(gl.int32, [TAIL * 32, 1], FLAT)
             odd_T = gl.arange(0, 128, T_L) % 2 == 1
-            a_T = word_1.load(T_L)
-            b_T = next_1.load(T_L)
+            a_T = words.index(D * 3 // 2)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
+            b_T = words.index(D * 3 // 2 + 1)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
             first_T = gl.where(odd_T, (a_T >> 16 & 0xFFFF) | b_T << 16, a_T)
             third_T = gl.where(odd_T, b_T >> 16, b_T) & 0xFFFF
             w_TJ = gl.where((j_J == 0)[None, :], first_T[:, None], gl.where((j_J == 1)[None, :], third_T[:, None], 0))
@@ -146,11 +136,11 @@ def _outliers(tail_1, word_1, next_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: 
     return gl.reshape(gl.permute(gl.join(ko, ko), [0, 2, 1]), [128, 16])
 
 
-@gluon.jit(do_not_specialize=["table_width"])
+@gluon.jit(do_not_specialize=["table_width", "even", "FIRST", "SECOND"])
 def attend_decode(
-    codes, tail, pool_ptr, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
-    BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
-    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, FIRST, SECOND,
+    scale_log2, RANKS: gl.constexpr, BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr,
+    OUT: gl.constexpr, LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partial attention over pages, one query of R heads an item: as `fused.attend_pages`, which says what goes in and out.
 
@@ -174,7 +164,8 @@ def attend_decode(
     S32: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0], [64, 0]]
     V_S: gl.constexpr = gl.SharedLinearLayout(S64 + [[64, 0]] if D == 128 else S64)
     K_S: gl.constexpr = V_S if D == 128 else gl.SharedLinearLayout(S32)
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # every warp has the lengths of all sequences
+    ROW: gl.constexpr = gl.BlockedLayout([BP // 32 if BP > 32 else 1], [32], [4], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     MAX_L: gl.constexpr = gl.DistributedLinearLayout(
@@ -193,8 +184,6 @@ def attend_decode(
     qo_s = gl.allocate_shared_memory(gl.float16, [8, 16], gl.NVMMASharedLayout(32, 16, 2))
     p0_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
     p1_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
-    word_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128 if OUT == 3 else 1], FLAT)
-    next_s = gl.allocate_shared_memory(gl.int32, [STAGES, 128 if OUT == 3 else 1], FLAT)
     max_s = gl.allocate_shared_memory(gl.float32, [4, RP], FLAT2)
     codes_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tail_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -206,11 +195,9 @@ def attend_decode(
     units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
     ends_B = gl.associative_scan(units_B * N, 0, _add)
     total = gl.max(ends_B, axis=0)
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    sharing = gl.maximum(gl.minimum(programs, total), 1)
-    unit = _cut(gl.minimum(program, sharing), sharing, total)
-    end = _cut(gl.minimum(program + 1, sharing), sharing, total)
+    # `even` programs' shares end where items of equal length do
+    spread = gl.max(units_B, axis=0) + gl.max(gl.where(b_B < B, 0 - units_B, -0x40000000), axis=0)
+    share, unit, end = share_of(gl.program_id(0), gl.where(spread == 0, even, gl.num_programs(0)), total, FIRST, SECOND, RANKS)
     stage = 0
     phase = 0
     while unit < end:
@@ -222,25 +209,29 @@ def attend_decode(
         t1 = gl.minimum(units, t0 + end - unit)
         unit += t1 - t0
         table = table_ptr + b * table_width
-        stored = gl.load(stored_ptr + b)
         item = b * N + n
-        slot = program + item
+        slot = share + item
+        # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
+        stored = gl.load(stored_ptr + b)
+        page_0 = gl.load(table + t0)
+        page_1 = gl.load(table + gl.minimum(t0 + 1, t1 - 1))
+        page = gl.load(table + gl.minimum(t0 + 2, t1 - 1))
+        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D, QC)
+        if OUT > 0:
+            channels_O = read_channels(channels_ptr + n * OUT, OUT)
         gl.thread_barrier()
-        for i in gl.static_range(STAGES):
-            _expect(codes_bar, tail_bar, (stage + i) % STAGES, D, TAIL, t0 + i < t1)
+        _expect(codes_bar, tail_bar, stage, D, TAIL, True)
+        _expect(codes_bar, tail_bar, 1 - stage, D, TAIL, t0 + 1 < t1)
         gl.thread_barrier()
-        for i in gl.static_range(STAGES):
-            page = gl.load(table + gl.minimum(t0 + i, t1 - 1))
-            _ask(codes, tail, pool_ptr, page * N + n, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, (stage + i) % STAGES, D, OUT,
-                 LINES, t0 + i < t1)
-        page = gl.load(table + gl.minimum(t0 + STAGES, t1 - 1))
+        _ask(codes, tail, page_0 * N + n, codes_s, tail_s, codes_bar, tail_bar, stage, D, LINES, True)
+        _ask(codes, tail, page_1 * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - stage, D, LINES, t0 + 1 < t1)
         if t0 == 0:
             gl.store(span_ptr + item * 2, slot)
         if t1 == units:
             gl.store(span_ptr + item * 2 + 1, slot + 1)
-        back = queries(q_ptr + item * R * D, k_gain_ptr + n * D, scale_log2, q0_s, q1_s, q2_s, q3_s, R, RP, D, QC)
+        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s)
         if OUT > 0:
-            outlier_queries(q_ptr + item * R * D, channels_ptr + n * OUT, scale_log2, qo_s, R, RP, D, OUT)
+            outlier_queries(q_ptr + item * R * D, channels_O, scale_log2, qo_s, R, RP, D)
         fence_async_shared()
         gl.thread_barrier()
 
@@ -262,8 +253,6 @@ def attend_decode(
         for t in range(t0, t1):
             s = stage
             mbarrier.wait(codes_bar.index(s), phase)
-            if OUT == 3:
-                async_copy.wait_group(STAGES - 1)
             k = codes_s.index(s).slice(0, D // 2, dim=0)._reinterpret(gl.uint8, [128, KB], K_S).load(K_A)
             mbarrier.wait(tail_bar.index(s), phase)
             tail_1 = tail_s.index(s)
@@ -276,7 +265,7 @@ def attend_decode(
             tr = tail_1._reinterpret(gl.float32, [TAIL * 16, 2], FLAT).index(LINES * 16 - D * 16 - 16).load(TWO)
             zero_S = gl.zeros([128, QC], gl.float32, S_MMA)
             if OUT > 0:
-                ko = gl.convert_layout(_outliers(tail_1, word_s.index(s), next_s.index(s), D, OUT, TAIL), O_A)
+                ko = gl.convert_layout(_outliers(tail_1, D, OUT, TAIL), O_A)
                 s_o = warpgroup_mma(ko, qo_s.permute([1, 0]), gl.zeros([128, 8], gl.float32, O_MMA), use_acc=False, is_async=True)
             k_lo = _lo(k)
             s_lo = warpgroup_mma(k_lo, q0_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
@@ -341,7 +330,7 @@ def attend_decode(
             o = warpgroup_mma(v_lo, p0_s.permute([1, 0]), gl.zeros([D, KG * X], gl.float32, W_MMA), use_acc=False, is_async=True)
             o = warpgroup_mma(v_hi, p1_s.permute([1, 0]), o, is_async=True)
             # every warp has read its part of the page, since P is complete: the page after next may come
-            _ask(codes, tail, pool_ptr, page * N + n, codes_s, tail_s, word_s, next_s, codes_bar, tail_bar, s, D, OUT, LINES, more)
+            _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
             page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
             alpha_X = gl.convert_layout(gl.reshape(gl.join(acc_R, acc_R), [X]), VN_L)
             o = warpgroup_mma_wait(0, [o])
@@ -383,11 +372,11 @@ def serves(layout: PageLayout, rows: int, pool_PNb: torch.Tensor, queries: int, 
     return hopper and lines and queries == 1 and rows <= 8 and layout.outliers in (0, 1, 3, 8) and sliding == 0 and softcap == 0
 
 
-def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor, torch.Tensor]:
-    """What copies read: lines of 128 bytes, codes and the rest of a record apart; words."""
+def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """What copies read: lines of 128 bytes, codes and the rest of a record apart."""
     words = pool_PNb.view(-1).view(torch.int32)
     codes = TensorDescriptor.from_tensor(pool_PNb.view(-1, 128), [layout.k_dim, 128], CODES)
-    return codes, TensorDescriptor.from_tensor(words.view(-1, layout.page_bytes // 128, 32), [1, _tail(layout), 32], PLAIN), words
+    return codes, TensorDescriptor.from_tensor(words.view(-1, layout.page_bytes // 128, 32), [1, _tail(layout), 32], PLAIN)
 
 
 def _tail(layout: PageLayout) -> int:
