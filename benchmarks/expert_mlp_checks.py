@@ -1,19 +1,20 @@
 """What only a GPU can show of the kernels over expert records; each line says ok, or what is wrong. Exit code 1 when anything is.
 
-usage: python benchmarks/expert_mlp_checks.py [--replays N]
+usage: python benchmarks/expert_mlp_checks.py [--replays N] [--cases REGEX]      REGEX: of forms, `replays`, `host`, `peer`
 
 1. error against the law in FP64 for every model's form and 1 to 300 tokens;
 2. a token's bits do not depend on its neighbours, whatever the number of tokens (and so the width of tiles);
-3. one captured graph, replayed with other ids, weights, hidden states and table entries (homes and copies), gives eager's bits, and the
-   allocator is not asked for anything;
+3. captured graphs, of bf16 and of MXFP4 at one, a few and more tokens, replayed with other ids (masked and repeated ones among them),
+   weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for anything;
 4. local memory, page-locked host memory and, with two GPUs, the other GPU's memory give the same bits;
 5. bytes between records stay as they were.
-`compute-sanitizer --tool memcheck python benchmarks/expert_mlp_checks.py --replays 3` is the sixth.
+`compute-sanitizer --tool memcheck python benchmarks/expert_mlp_checks.py --replays 3 --cases 'mxfp4|bf16 bias|replays'` is the sixth.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 import torch
@@ -31,6 +32,8 @@ SMALL = {
     "fp8 e8m0": Model(Form("fp8", 160, 144, "", "float8_e8m0fnu", 64), 12, 4),
     "mxfp4": Model(Form("mxfp4", 160, 96, "bfloat16"), 16, 4, limit=7.0),
 }
+MXFP4 = Model(Form("mxfp4", 672, 480, "bfloat16"), 24, 4, limit=7.0)
+REPLAYED = (("bf16", Model(Form("bfloat16", 512, 384), 24, 4), 9), ("mxfp4", MXFP4, 1), ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40))
 FAULTS: list[str] = []
 
 
@@ -64,41 +67,43 @@ def errors_and_neighbours(name: str, model: Model) -> None:
         told(f"{name}: grouped", relative(out[:64], want) <= 3 * BOUND, f"error {relative(out[:64], want):.1e}")
 
 
-def replays(count: int) -> None:
-    model = Model(Form("bfloat16", 512, 384), 24, 4)
-    form, tokens = model.form, 9
-    homes, copies = (random_block(form, 24, DEVICE) for _ in range(2))
+def replays(count: int, name: str, model: Model, tokens: int) -> None:
+    form, what = model.form, f"{count} replays, {name}, {tokens} tokens"
+    homes, copies = (random_block(form, model.experts, DEVICE) for _ in range(2))
     copies.copy_(homes)
     home_E, copy_E = table_of(homes), table_of(copies)
     table, x = home_E.clone(), torch.zeros(tokens, form.hidden, dtype=torch.bfloat16, device=DEVICE)
     ids, weights = draw(model, tokens, 0, DEVICE)
+    run = lambda where: fused.launch(x, ids, weights, where, form, model.limit, 1.702)  # noqa: E731
 
     def feed(i: int) -> None:
-        fresh = draw(model, tokens, i, DEVICE)
-        ids.copy_(fresh[0])
-        weights.copy_(fresh[1])
-        x.copy_(torch.randn(x.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(i)).to(x.dtype))
+        g = torch.Generator(DEVICE).manual_seed(i)
+        # Every third time with repeated and masked ids.
+        odd = torch.randint(-1, model.experts + 1, ids.shape, device=DEVICE, generator=g)
+        ids.copy_(odd if i % 3 == 0 else draw(model, tokens, i, DEVICE)[0])
+        weights.copy_(torch.rand(weights.shape, device=DEVICE, generator=g))
+        x.copy_(torch.randn(x.shape, device=DEVICE, generator=g).to(x.dtype))
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        fused.launch(x, ids, weights, table, form, 0.0, 1.0)
+        run(table)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fused.launch(x, ids, weights, table, form, 0.0, 1.0)
+        out = run(table)
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for i in range(count):
         feed(i)
-        torch.where(torch.rand(24, device=DEVICE) < 0.5, home_E, copy_E, out=table)
+        torch.where(torch.rand(model.experts, device=DEVICE) < 0.5, home_E, copy_E, out=table)
         graph.replay()
         # Eager, from the homes.
-        wrong += (out != fused.launch(x, ids, weights, home_E, form, 0.0, 1.0)).any()
-    told(f"{count} replays with changing ids, weights and addresses", int(wrong) == 0, f"{int(wrong)} differ from eager")
+        wrong += (out != run(home_E)).any()
+    told(f"{what}: ids, weights and addresses changed", int(wrong) == 0, f"{int(wrong)} differ from eager")
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(100):
         graph.replay()
     torch.cuda.synchronize()
-    told("no allocation in replays", torch.cuda.memory_stats()["allocation.all.allocated"] == before)
+    told(f"{what}: no allocation", torch.cuda.memory_stats()["allocation.all.allocated"] == before)
 
 
 def guards() -> None:
@@ -120,16 +125,21 @@ def guards() -> None:
 def main() -> int:
     ap = argparse.ArgumentParser()
     ap.add_argument("--replays", type=int, default=10_000)
+    ap.add_argument("--cases", default=".")
     a = ap.parse_args()
     torch.manual_seed(0)
     guards()
     for name, model in {**SMALL, **MODELS}.items():
-        errors_and_neighbours(name, model)
-        torch.cuda.empty_cache()
-    replays(a.replays)
+        if re.search(a.cases, name):
+            errors_and_neighbours(name, model)
+            torch.cuda.empty_cache()
+    if re.search(a.cases, "replays"):
+        for name, model, tokens in REPLAYED:
+            replays(a.replays, name, model, tokens)
     for home in ["host"] + ["peer"] * (torch.cuda.device_count() > 1):
-        _, gbps, same = in_place(home, 16, print)
-        told(f"in place from {home}: same bits", same, f"{gbps:.0f} GB/s")
+        if re.search(a.cases, home):
+            _, gbps, same = in_place(home, 16, print)
+            told(f"in place from {home}: same bits", same, f"{gbps:.0f} GB/s")
     print(f"{len(FAULTS)} faults", *FAULTS, sep="\n  ")
     return bool(FAULTS)
 

@@ -140,6 +140,22 @@ def test_more_tokens_than_plan_looks_at_together_and_wide_tiles():
     assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[x.dtype]
 
 
+def test_items_that_are_at_most_half_full_have_half_the_columns(monkeypatch):
+    """Experts with 64, 65, 128 + 64 and 128 + 65 pairs: the last items lie on either side of half of 128."""
+    form, counts = Form("bfloat16", 40, 24), (64, 65, 192, 193)
+    recs, x = records(form, 4), hidden(form, sum(counts))
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[:, None]
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].to(DEVICE)
+    weights = torch.ones(len(ids), 1, device=DEVICE)
+    tile = fused.tuning(form, "down", len(ids), 1, 4)
+    assert tile.pairs == 128 and tile.halves
+    got = run(form, x, ids, weights, recs)
+    assert error(got, law(form, x, ids, weights, recs)) < BOUND[x.dtype]
+    tuning = fused.tuning
+    monkeypatch.setattr(fused, "tuning", lambda *args: tuning(*args)._replace(halves=False))
+    assert torch.equal(got, run(form, x, ids, weights, recs))
+
+
 @pytest.mark.parametrize("name", ["bf16_bias", "fp8_bf16_scales", "mxfp4"])
 def test_whole_numbers_are_exact(name):
     """Sums of small whole numbers are exact in every order, so all differences are mistakes: a wrong row, scale, pair or weight."""

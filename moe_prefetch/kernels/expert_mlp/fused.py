@@ -61,100 +61,163 @@ def place(BLOCKS, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-             BT: tl.constexpr, DIRECT: tl.constexpr):
-    """(expert, address of its record, which of BT columns count, pair of each column) of an item; expert E or more where an item is none.
-
-    DIRECT: there are at most BT tokens, a column each; item i is the expert of pair i, if no pair before names it. Else from what `plan`
-    wrote. Columns that do not count repeat a pair that does.
-    """
+def pairs_of(ids_ptr, where_ptr, item, T, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr):
+    """(expert, address of its record, which of BT columns count, pair of each column) of an item of at most BT tokens, a column each;
+    expert E or more where an item is none: item i is the expert of pair i, if no pair before names it. Columns that do not count repeat a
+    pair that does."""
     j_T = tl.arange(0, BT)
-    if DIRECT:
-        # The first load that the table entry, and so every weight, waits for.
-        own = tl.load(ids_ptr + item, cache_modifier=".cg")
-        address = entry(where_ptr, tl.maximum(tl.minimum(own, E - 1), 0))
-        k_K = tl.arange(0, KP)
-        ids_TK = tl.load(ids_ptr + j_T[:, None] * K + k_K[None, :], mask=(j_T < T)[:, None] & (k_K < K)[None, :], other=-1,
-                         cache_modifier=".cg")
-        k_T = tl.min(tl.where(ids_TK == own, k_K[None, :], KP), axis=1)
-        on_T = k_T < KP
-        pair_T = j_T * K + k_T
-        first = tl.min(tl.where(on_T, pair_T, T * K), axis=0)
-        e = tl.where((own >= 0) & (own < E) & (first == item), own, E).to(tl.int32)
-        pair_T = tl.where(on_T, pair_T, item).to(tl.int64)
+    # The first load that the table entry, and so every weight, waits for.
+    own = tl.load(ids_ptr + item, cache_modifier=".cg")
+    address = entry(where_ptr, tl.maximum(tl.minimum(own, E - 1), 0))
+    k_K = tl.arange(0, KP)
+    ids_TK = tl.load(ids_ptr + j_T[:, None] * K + k_K[None, :], mask=(j_T < T)[:, None] & (k_K < K)[None, :], other=-1,
+                     cache_modifier=".cg")
+    k_T = tl.min(tl.where(ids_TK == own, k_K[None, :], KP), axis=1)
+    on_T = k_T < KP
+    pair_T = j_T * K + k_T
+    first = tl.min(tl.where(on_T, pair_T, T * K), axis=0)
+    e = tl.where((own >= 0) & (own < E) & (first == item), own, E).to(tl.int32)
+    return e, address, on_T, tl.where(on_T, pair_T, item).to(tl.int64)
+
+
+@triton.jit
+def item_of(where_ptr, count_ptr, item, E: tl.constexpr, EP: tl.constexpr, BT: tl.constexpr):
+    """(expert, address of its record, which of its pairs is the item's first, how many it has from there on) from what `plan` wrote."""
+    i_E = tl.arange(0, EP)
+    count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
+    tiles_E = (count_E + BT - 1) // BT
+    e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
+    address = entry(where_ptr, tl.minimum(e, E - 1))
+    first = (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
+    return e, address, first, tl.sum(tl.where(i_E == e, count_E, 0), 0) - first
+
+
+@triton.jit
+def at_most_half(left, BT: tl.constexpr):
+    """Whether an item has at most BT / 2 pairs. By vote: so ptxas knows that a warp is of one mind, and keeps the descriptors of `wgmma`'s
+    operands in uniform registers; else a step is 165 instructions, not 120."""
+    if ASM:
+        y = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.le.s32 p, $1, $2; vote.sync.all.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }", "=r,r,n",
+            [left, BT // 2], dtype=tl.int32, is_pure=True, pack=1) > 0
     else:
-        i_E = tl.arange(0, EP)
-        count_E = tl.load(count_ptr + i_E, mask=i_E < E, other=0, cache_modifier=".cg")
-        tiles_E = (count_E + BT - 1) // BT
-        e = tl.sum((tl.cumsum(tiles_E, 0) <= item).to(tl.int32), 0)
-        address = entry(where_ptr, tl.minimum(e, E - 1))
-        n = tl.sum(tl.where(i_E == e, count_E, 0), 0)
-        j_T += (item - tl.sum(tl.where(i_E < e, tiles_E, 0), 0)) * BT
-        at_T = tl.minimum(e, E - 1).to(tl.int64) * T + tl.maximum(tl.minimum(j_T, n - 1), 0)
-        pair_T = tl.load(pair_ptr + at_T, mask=j_T >= 0, other=0, cache_modifier=".cg").to(tl.int64)
-        on_T = j_T < n
-    return e, address, on_T, pair_T
+        y = left <= BT // 2
+    return y
+
+
+@triton.jit
+def columns_of(pair_ptr, e, first, left, T, BT: tl.constexpr):
+    """(which of BT columns count, pair of each) of an item; the rest repeat the last."""
+    j_T = tl.arange(0, BT)
+    pair_T = tl.load(pair_ptr + e.to(tl.int64) * T + first + tl.minimum(j_T, left - 1), mask=j_T >= 0, other=0, cache_modifier=".cg")
+    return j_T < left, pair_T.to(tl.int64)
+
+
+@triton.jit
+def gate_up_tile(address, x_ptr, columns, h_ptr, block, limit, alpha, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+                 W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
+                 BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    BF: tl.constexpr = BR // 2
+    on_T, pair_T = columns
+    r_R = tl.arange(0, BR)
+    f_R = tl.minimum(block * BF + r_R % BF, F - 1)
+    row_R = tl.where(r_R < BF, f_R, F + f_R)
+    scale_row_R = row_R
+    if W == FP8:
+        scale_row_R = f_R // BLOCK + tl.where(r_R < BF, 0, (F + BLOCK - 1) // BLOCK)
+    acc_RT = multiply(address, row_R, scale_row_R, x_ptr, pair_T // K * D, 2 * F, D, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK,
+                      STAGES)
+    if BIAS != NONE:
+        acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
+    gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_RT, (2, BF, BT)), (1, 2, 0)))
+    if CLAMPED:
+        # Comparisons that a NaN passes through.
+        gate_FT = tl.where(gate_FT > limit, limit, gate_FT)
+        up_FT = tl.where(up_FT > limit, limit, tl.where(up_FT < -limit, -limit, up_FT)) + 1.0
+        h_FT = gate_FT / (1.0 + tl.exp(-alpha * gate_FT)) * up_FT
+    else:
+        h_FT = gate_FT / (1.0 + tl.exp(-gate_FT)) * up_FT
+    f_F = block * BF + tl.arange(0, BF)
+    tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
 
 
 @triton.jit(do_not_specialize=["T"])
 def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alpha, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
             KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
             BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, CLAMPED: tl.constexpr, BT: tl.constexpr,
-            DIRECT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
+            DIRECT: tl.constexpr, HALVES: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
+            PDL: tl.constexpr):
     """h [T K, F] = act(gate x) up x, of the pairs that count. BR rows: BR / 2 of gate, then as many of up."""
-    TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    BF: tl.constexpr = BR // 2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    item, block = place(tl.cdiv(F, BF), TOGETHER)
-    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
-    if e < E:
-        r_R = tl.arange(0, BR)
-        f_R = tl.minimum(block * BF + r_R % BF, F - 1)
-        row_R = tl.where(r_R < BF, f_R, F + f_R)
-        scale_row_R = row_R
-        if W == FP8:
-            scale_row_R = f_R // BLOCK + tl.where(r_R < BF, 0, (F + BLOCK - 1) // BLOCK)
-        acc_RT = multiply(address, row_R, scale_row_R, x_ptr, pair_T // K * D, 2 * F, D, AT, SCALE_AT, W, TYPE, SCALE, BLOCK,
-                          BR, BT, BK, STAGES)
-        if BIAS != NONE:
-            acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
-        gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_RT, (2, BF, BT)), (1, 2, 0)))
-        if CLAMPED:
-            # Comparisons that a NaN passes through.
-            gate_FT = tl.where(gate_FT > limit, limit, gate_FT)
-            up_FT = tl.where(up_FT > limit, limit, tl.where(up_FT < -limit, -limit, up_FT)) + 1.0
-            h_FT = gate_FT / (1.0 + tl.exp(-alpha * gate_FT)) * up_FT
-        else:
-            h_FT = gate_FT / (1.0 + tl.exp(-gate_FT)) * up_FT
-        f_F = block * BF + tl.arange(0, BF)
-        tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
+    item, block = place(tl.cdiv(F, BR // 2), TOGETHER)
+    if DIRECT:
+        e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, item, T, E, K, KP, BT)
+        if e < E:
+            gate_up_tile(address, x_ptr, (on_T, pair_T), h_ptr, block, limit, alpha, K, D, F, W, SCALE, BLOCK, BIAS, AT, SCALE_AT, BIAS_AT,
+                         CLAMPED, BT, BR, BK, STAGES)
+    else:
+        e, address, first, left = item_of(where_ptr, count_ptr, item, E, EP, BT)
+        if e < E:
+            if HALVES:
+                if at_most_half(left, BT):
+                    gate_up_tile(address, x_ptr, columns_of(pair_ptr, e, first, left, T, BT // 2), h_ptr, block, limit, alpha, K, D, F, W,
+                                 SCALE, BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, CLAMPED, BT // 2, BR, BK, STAGES)
+                else:
+                    gate_up_tile(address, x_ptr, columns_of(pair_ptr, e, first, left, T, BT), h_ptr, block, limit, alpha, K, D, F, W, SCALE,
+                                 BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, CLAMPED, BT, BR, BK, STAGES)
+            else:
+                gate_up_tile(address, x_ptr, columns_of(pair_ptr, e, first, left, T, BT), h_ptr, block, limit, alpha, K, D, F, W, SCALE,
+                             BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, CLAMPED, BT, BR, BK, STAGES)
+
+
+@triton.jit
+def down_tile(address, h_ptr, columns, y_ptr, block, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr,
+              BLOCK: tl.constexpr, BIAS: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr,
+              BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    on_T, pair_T = columns
+    d_R = block * BR + tl.arange(0, BR)
+    row_R = tl.minimum(d_R, D - 1)
+    scale_row_R = row_R
+    if W == FP8:
+        scale_row_R = row_R // BLOCK
+    acc_RT = multiply(address, row_R, scale_row_R, h_ptr, pair_T * F, D, F, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK, STAGES)
+    if BIAS != NONE:
+        acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
+    tl.store(y_ptr + pair_T[None, :] * D + d_R[:, None], acc_RT, mask=on_T[None, :] & (d_R < D)[:, None])
 
 
 @triton.jit(do_not_specialize=["T"])
 def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
          KP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, W: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr, BR: tl.constexpr,
-         BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
+         AT: tl.constexpr, SCALE_AT: tl.constexpr, BIAS_AT: tl.constexpr, BT: tl.constexpr, DIRECT: tl.constexpr, HALVES: tl.constexpr,
+         BR: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr):
     """y [T K, D] FP32 = down h + bias, of the pairs that count."""
-    TYPE: tl.constexpr = h_ptr.dtype.element_ty
     # All but h was there before gate_up began, which waited for it: so what can be done is done while gate_up ends.
     item, block = place(tl.cdiv(D, BR), TOGETHER)
-    e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, pair_ptr, count_ptr, item, T, E, EP, K, KP, BT, DIRECT)
+    if DIRECT:
+        e, address, on_T, pair_T = pairs_of(ids_ptr, where_ptr, item, T, E, K, KP, BT)
+    else:
+        e, address, first, left = item_of(where_ptr, count_ptr, item, E, EP, BT)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if e < E:
-        d_R = block * BR + tl.arange(0, BR)
-        row_R = tl.minimum(d_R, D - 1)
-        scale_row_R = row_R
-        if W == FP8:
-            scale_row_R = row_R // BLOCK
-        acc_RT = multiply(address, row_R, scale_row_R, h_ptr, pair_T * F, D, F, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK, STAGES)
-        if BIAS != NONE:
-            acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
-        tl.store(y_ptr + pair_T[None, :] * D + d_R[:, None], acc_RT, mask=on_T[None, :] & (d_R < D)[:, None])
+        if DIRECT:
+            down_tile(address, h_ptr, (on_T, pair_T), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, BT, BR, BK, STAGES)
+        elif HALVES:
+            if at_most_half(left, BT):
+                down_tile(address, h_ptr, columns_of(pair_ptr, e, first, left, T, BT // 2), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT,
+                          SCALE_AT, BIAS_AT, BT // 2, BR, BK, STAGES)
+            else:
+                down_tile(address, h_ptr, columns_of(pair_ptr, e, first, left, T, BT), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT,
+                          SCALE_AT, BIAS_AT, BT, BR, BK, STAGES)
+        else:
+            down_tile(address, h_ptr, columns_of(pair_ptr, e, first, left, T, BT), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT, SCALE_AT,
+                      BIAS_AT, BT, BR, BK, STAGES)
 
 
 @triton.jit
@@ -200,7 +263,8 @@ def serves(form: Form, dtype: torch.dtype) -> bool:
 
 
 class Tile(NamedTuple):
-    """Of an item and a program: pairs, rows, columns of a step, warps, steps in flight, items side by side."""
+    """Of an item and a program: pairs, rows, columns of a step, warps, steps in flight, items side by side; whether items that are at
+    most half full are computed in half as many columns."""
 
     pairs: int
     rows: int
@@ -208,6 +272,7 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 3
     together: int = 1
+    halves: bool = False
 
 
 def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
@@ -246,7 +311,7 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
         return Tile(n, rows, 128 if columns % 128 == 0 else 64, 4, deep)
     # Loops over few columns are unrolled, and a fourth step in flight then needs more registers than there are.
-    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4 if columns > 1024 else 3, 8)
+    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4 if columns > 1024 else 3, 8, True)
 
 
 def direct(tokens: int) -> bool:
@@ -263,7 +328,7 @@ def constants(form: Form, which: str, experts: int, tokens: int, top_k: int) -> 
             "W": {"fp8": FP8.value, "mxfp4": MX.value}.get(form.weights, PLAIN.value), "SCALE": CODES[form.scale], "BLOCK": form.block or 1,
             "BIAS": CODES[form.bias], "AT": at[which], "SCALE_AT": at.get(f"{which}_scale", 0), "BIAS_AT": at.get(f"{which}_bias", 0),
             "BT": tile.pairs, "BR": tile.rows, "BK": tile.step, "STAGES": tile.stages, "TOGETHER": tile.together,
-            "PDL": PDL and ASM.value}, tile.warps, -(-items // tile.together) * tile.together * blocks
+            "HALVES": tile.halves, "PDL": PDL and ASM.value}, tile.warps, -(-items // tile.together) * tile.together * blocks
 
 
 def items_of(tokens: int, top_k: int, experts: int, width: int) -> int:
