@@ -46,7 +46,7 @@ def test_numbers_go_round_and_no_word_grows_old(results):
 @pytest.mark.parametrize("protocol", ["", " planes"])
 def test_a_kernel_gives_up_at_its_deadline_and_names_the_rank(results, protocol):
     for said in whole(results, 3, f"device_deadline{protocol}")[:2]:
-        assert said["kind"] == "PeerError" and said["ranks"] == [2] and said["nan"]
+        assert said["kind"] == "PeerError" and said["ranks"] == [2] and said["nan"] and said["late"] == 1 << 2
 
 
 @pytest.mark.parametrize("protocol", ["words", "planes"])

@@ -165,9 +165,11 @@ def put_words(hidden_ptr, ids_ptr, weights_ptr, serve_ptr, number_ptr, bases_ptr
                 looks += 1
                 found = look(slot_stale(id_K, weight_K, row_W, value, d_W < W), over)
             if found == 2:
+                # Who is not there when nobody waits any more is not late.
+                if gave_up == 0:
+                    late_ranks(state_ptr, failed_ptr, tl.full((), 1, tl.int64) << sender)
                 # The time is over for this program's other shares, too.
                 gave_up = found - 1
-                late_ranks(state_ptr, failed_ptr, tl.full((), 1, tl.int64) << sender)
             own_K = tl.where(found == 2, -1, id_K.to(tl.int32))
             if block == 0:
                 tl.store((base + ids_at).to(tl.pointer_type(tl.int64)) + slot * K + k_K, own_K.to(tl.int64), mask=k_K < K)
@@ -231,9 +233,10 @@ def give_words(result_ptr, ids_ptr, serve_ptr, bases_ptr, state_ptr, failed_ptr,
             looks += 1
             found = look(tl.where(on_RW, stale(got_RW, value), 0), over)
         if found == 2:
+            if gave_up == 0:
+                late_R = tl.max(tl.where(on_RW, stale(got_RW, value), 0), 1).to(tl.int64)
+                late_ranks(state_ptr, failed_ptr, tl.sum(late_R << r_R.to(tl.int64), 0))
             gave_up = found - 1
-            late_R = tl.max(tl.where(on_RW, stale(got_RW, value), 0), 1).to(tl.int64)
-            late_ranks(state_ptr, failed_ptr, tl.sum(late_R << r_R.to(tl.int64), 0))
         data_RW = got_RW.to(tl.int32)
         low_W, high_W = tl.zeros((BW,), tl.float32), tl.zeros((BW,), tl.float32)
         for r in tl.static_range(R):
