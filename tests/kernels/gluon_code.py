@@ -3,7 +3,7 @@
 usage: python tests/kernels/gluon_code.py [NAME ...]
 
 One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over tiles), products (tensor instructions), lookups (8-byte
-loads from shared memory), matrices (matrix stores), spills, registers.
+loads from shared memory), spills, registers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ def facts(name: str) -> dict[str, object]:
         "instructions": len(body),
         "products": count("HGMMA|IMMA"),
         "lookups": count(r"LDS\.64"),
-        "matrices": count("STSM"),
         "spills": count(r"\b(STL|LDL)\b"),
         "registers": int(re.search(r"REG:(\d+)", code)[1]),
     }

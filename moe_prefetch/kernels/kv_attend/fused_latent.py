@@ -1,8 +1,8 @@
 """Decode attention over MLA pages in FP4 on Hopper, in Gluon: `general_latent.attend_latent`, with products laid out by hand.
 
-A lane reads 64 bytes of each of its two tokens: what it decodes is its part of the scores' first operand as it lies in registers, and goes
-to shared memory with matrix stores for the output's, whose rows are channels. Columns of a tile are channels in the order of `_channel`
-and `_column`. `serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
+A lane reads 64 bytes of each of its two tokens, decodes them to pairs of FP16 and puts these into shared memory 16 bytes at a time, where
+the scores' product (rows: tokens) and the output's (rows: channels) read them. Columns of a tile are channels in the order of `_channel`.
+`serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ ROPE_L = gl.constexpr(
         [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32])
 )
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-FIRST = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
 HEAD = gl.constexpr(gl.SliceLayout(0, MMA))
 TOKEN = gl.constexpr(gl.SliceLayout(1, MMA))
 MAX_L = gl.constexpr(
@@ -44,6 +43,7 @@ MAX_L = gl.constexpr(
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 Q_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PAIR_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 P_S = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -63,27 +63,6 @@ def _channel(c):
     """Channel of a column of low nibbles; the high nibble's is 32 more."""
     piece = (c >> 4 & 3) + (c >> 6) * 4
     return piece // 2 * 64 + piece % 2 * 16 + (c & 12) + c % 2 * 2 + c // 2 % 2
-
-
-@gluon.jit
-def _column(k):
-    """Column of a decoded plane that the scores' product takes as its k-th."""
-    return k % 2 + (k >> 3 & 7) * 2 + (k >> 1 & 3) * 16 + (k >> 6) * 64
-
-
-@gluon.jit
-def _rotary(k):
-    """Rotary channel that the scores' product takes as its k-th."""
-    return k % 2 + (k >> 3 & 3) * 2 + (k >> 1 & 3) * 8 + (k >> 5) * 32
-
-
-@gluon.jit
-def _operand(pairs, STEPS: gl.constexpr, WORDS: gl.constexpr):
-    """Pairs of FP16 as the scores' first operand, FP16: registers as they are."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1)
-    y = gl.permute(gl.reshape(gl.join(low, high), [64, STEPS, 4, WORDS, 2]), [0, 1, 3, 2, 4])
-    return gl.convert_layout(gl.reshape(y, [64, STEPS * WORDS * 8]), FIRST)
 
 
 @gluon.jit
@@ -148,6 +127,7 @@ def attend_latent(
     q0_s = gl.allocate_shared_memory(gl.float16, [1, 16, 256], Q_S)
     q1_s = gl.allocate_shared_memory(gl.float16, [1, 16, 256], Q_S)
     qr_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], Q_S)
+    r_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], Q_S)
     p_s = gl.allocate_shared_memory(gl.float16, [1, 64, 16], P_S)
     max_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
     b_B = gl.arange(0, BP, FLAT)
@@ -189,10 +169,10 @@ def attend_latent(
         o_O = gl.arange(0, 64, gl.SliceLayout(0, QUERY))
         row_H = within % (ITEMS // N) * 16 + h_H
         q_H = ((b * N + n) * R + row_H) * 576
-        ch_K = _channel(_column(k_K))
+        ch_K = _channel(k_K)
         q0_HK = gl.load(q_ptr + q_H[:, None] + ch_K[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
         q1_HK = gl.load(q_ptr + q_H[:, None] + 32 + ch_K[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
-        r_HO = gl.load(q_ptr + q_H[:, None] + (512 + _rotary(o_O))[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
+        r_HO = gl.load(q_ptr + q_H[:, None] + (512 + o_O)[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
         mean_K = k_mean_ptr + n * 512 + ch_K
         gain_K = k_gain_ptr + n * 512 + ch_K
         mean_H = gl.sum(q0_HK * gl.load(mean_K)[None, :], axis=1) + gl.sum(q1_HK * gl.load(mean_K + 32)[None, :], axis=1)
@@ -221,19 +201,17 @@ def attend_latent(
             o = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
             now = gl.load((base + TRAILER_AT).to(gl.pointer_type(gl.float32))) * 128.0
             s = s.to(gl.int32)
-            y = _operand(_low(x, _scale(s)), 4, 8)
-            v0_s.index(o).store(y)
-            s1 = warpgroup_mma(_operand(r, 2, 4), qr_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
-            s0 = warpgroup_mma(y, q0_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
-            y = _operand(_high(x, _scale(s >> 8)), 4, 8)
-            v1_s.index(o).store(y)
-            s0, s1 = warpgroup_mma_wait(0, [s0, s1])
-            s0 = warpgroup_mma(y, q1_s.index(o).permute([1, 0]), s0, is_async=True)
-            s0 = warpgroup_mma_wait(0, [s0])
-            # while this tile is worked on
+            v0_s.index(o)._reinterpret(gl.int32, [64, 128], PAIR_S).store(_low(x, _scale(s)))
+            v1_s.index(o)._reinterpret(gl.int32, [64, 128], PAIR_S).store(_high(x, _scale(s >> 8)))
+            r_s.index(o)._reinterpret(gl.int32, [64, 32], PAIR_S).store(r)
             base = pool_ptr + (ahead.to(gl.int64) * N + n) * PAGE_BYTES
             x, s, r = _ask(base, (t + 1) % 2, KS_AT, ROPE_AT)
             ahead = gl.load(table + gl.minimum(t + 2, last) // 2)
+            fence_async_shared()
+            s1 = warpgroup_mma(r_s.index(o), qr_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
+            s0 = warpgroup_mma(v0_s.index(o), q0_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
+            s0 = warpgroup_mma(v1_s.index(o), q1_s.index(o).permute([1, 0]), s0, is_async=True)
+            s0, s1 = warpgroup_mma_wait(0, [s0, s1])
             s_TR = s0 * (back_R * now)[None, :] + s1 * back_R[None, :] + mean_R[None, :]
             s_TR = gl.where((t * 64 + t_T < stored)[:, None], s_TR, float("-inf"))
             # maximum: of a warp, then of all
@@ -256,7 +234,7 @@ def attend_latent(
 
         l_R = gl.sum(l_TR, axis=0)
         r_R = gl.arange(0, 16, HEAD)
-        ch_C = _channel(_column(gl.arange(0, 256, TOKEN)))
+        ch_C = _channel(gl.arange(0, 256, TOKEN))
         mean_C = k_mean_ptr + n * 512 + ch_C
         gain_C = k_gain_ptr + n * 512 + ch_C
         at = part_ptr + slot * 8192 + (r_R * 512)[None, :] + ch_C[:, None]
@@ -264,11 +242,8 @@ def attend_latent(
         gl.store(at + 32, acc1 * was / gl.load(gain_C + 32)[:, None] + l_R[None, :] * gl.load(mean_C + 32)[:, None])
         gl.store(ml_ptr + (slot * 16 + r_R) * 2, m_R)
         gl.store(ml_ptr + (slot * 16 + r_R) * 2 + 1, l_R)
-    # the next kernel may rely on the one before this
-    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-BESIDE = 8  # programs over FP16 tokens, which have place beside those over pages
 PROGRAMS = 2  # of a multiprocessor: 93 KB of shared memory and up to 255 registers a thread each
 
 
@@ -282,5 +257,5 @@ def serves(layout: PageLayout, queries: int, sliding: int, softcap: float, devic
 
 @cache
 def programs_on(device: torch.device) -> int:
-    """Programs over pages: all of them fit on the chip at once."""
-    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count - BESIDE if device.type == "cuda" else 1
+    """Programs of one launch: all of them fit on the chip at once."""
+    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -321,18 +321,17 @@ def attend(
     span = torch.empty(items, 2, dtype=torch.int32, device=dev)
     if fused:
         shape = {k: const[k] for k in ("BP", "N", "R")}
-        attend_recent[(min(items, fused_latent.BESIDE),)](
-            q_BHTd.contiguous(), q_len_B, stored_B, length_B, sink_k, recent_k, recent_first_B, part, ml, B, items, programs, scale * LOG2E,
+        attend_recent[(items,)](
+            q_BHTd.contiguous(), q_len_B, stored_B, length_B, sink_k, recent_k, recent_first_B, part, ml, B, programs, scale * LOG2E,
             **shape, RP=ROWS, T=T, D=D, ROPE=layout.rope, SINKS=sink_k.shape[2], RING=const["RING"], num_warps=4)
         fused_latent.attend_latent[(programs,)](
             q_BHTd.contiguous(), pool_PNb, table_BP, stored_B, book[1], book[2], part, ml, span, B, table_BP.shape[1], scale * LOG2E,
-            **shape, **{k: const[k] for k in ("PAGE_BYTES", "KS_AT", "ROPE_AT", "TRAILER_AT")}, num_warps=4,
-            **({"launch_pdl": True} if ASM.value else {}))
+            **shape, **{k: const[k] for k in ("PAGE_BYTES", "KS_AT", "ROPE_AT", "TRAILER_AT")}, num_warps=4)
     else:
         attend_latent[(programs,)](
             q_BHTd.contiguous(), q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2],
             part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
     merge_parts[(B * N * R,)](
         q_len_B, length_B, lse if sink_H is None else sink_H, part, ml, span, out, lse, N=N, R=R, RP=ROWS, T=T, DV=D,
-        DP=triton.next_power_of_2(D), LOGIT=sink_H is not None, SB=16 if fused else 8, num_warps=8 if fused else 2)
+        DP=triton.next_power_of_2(D), LOGIT=sink_H is not None, SB=8, num_warps=2)
     return out, lse

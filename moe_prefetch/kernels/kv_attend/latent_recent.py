@@ -66,39 +66,34 @@ def latent_recent(
 
 @triton.jit
 def attend_recent(
-    q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, recent_k_ptr, recent_first_ptr, part_ptr, ml_ptr, B, items, programs, scale_log2,
+    q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, recent_k_ptr, recent_first_ptr, part_ptr, ml_ptr, B, programs, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr,
 ):
-    """The items' FP16 tokens beside `fused_latent.attend_latent`, which has `programs` over the pages: slots after its last ones."""
+    """The FP16 tokens of one item beside `fused_latent.attend_latent`, which has `programs` over the pages: the slot after its last."""
     BLOCKS: tl.constexpr = (R + RP - 1) // RP
     DQ: tl.constexpr = D + ROPE
-    if ASM:
-        # that kernel need not wait for this one
-        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    item = tl.program_id(0)
+    head = item // BLOCKS
+    b = head // N
     b_B = tl.arange(0, BP)
     pages_B = tl.where(b_B < B, tl.maximum((tl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128, 1), 0)
+    through = tl.sum(tl.where(b_B < b, pages_B, 0), axis=0) * (N * BLOCKS)
+    through += tl.sum(tl.where(b_B == b, pages_B, 0), axis=0) * (item % (N * BLOCKS) + 1)
     share = tl.cdiv(tl.sum(pages_B, axis=0) * (N * BLOCKS), programs)
-    item = tl.program_id(0)
-    while item < items:
-        head = item // BLOCKS
-        b = head // N
-        through = tl.sum(tl.where(b_B < b, pages_B, 0), axis=0) * (N * BLOCKS)
-        through += tl.sum(tl.where(b_B == b, pages_B, 0), axis=0) * (item % (N * BLOCKS) + 1)
-        slot = (through - 1) // share + 2 * item + 1
-        length = tl.load(length_ptr + b)
-        q_len = tl.load(q_len_ptr + b)
-        row_R = item % BLOCKS * RP + tl.arange(0, RP)
-        on_R = row_R < R
-        q_at = q_ptr + head * R * DQ
-        amax_R = tl.full((RP,), 1.0e-30, tl.float32)
-        for p in tl.static_range((DQ + 63) // 64):
-            c_C = 64 * p + tl.arange(0, 64)
-            q_CR = tl.load(q_at + row_R[None, :] * DQ + c_C[:, None], mask=(c_C < DQ)[:, None] & on_R[None, :], other=0).to(tl.float32)
-            amax_R = tl.maximum(amax_R, tl.max(tl.abs(q_CR), axis=0))
-        qpos_R = tl.where(on_R & (row_R % T < q_len), length - q_len + row_R % T, -1)
-        latent_recent(
-            q_at, row_R, on_R, 256.0 / amax_R, amax_R * (scale_log2 / 256.0), qpos_R, head, tl.load(stored_ptr + b), length,
-            tl.load(recent_first_ptr + b), sink_k_ptr, recent_k_ptr, part_ptr + slot * RP * D, ml_ptr + slot * RP * 2,
-            T, D, ROPE, RP, SINKS, RING, 0, 0.0)
-        item += tl.num_programs(0)
+    slot = (through - 1) // share + 2 * item + 1
+    length = tl.load(length_ptr + b)
+    q_len = tl.load(q_len_ptr + b)
+    row_R = item % BLOCKS * RP + tl.arange(0, RP)
+    on_R = row_R < R
+    q_at = q_ptr + head * R * DQ
+    amax_R = tl.full((RP,), 1.0e-30, tl.float32)
+    for p in tl.static_range((DQ + 63) // 64):
+        c_C = 64 * p + tl.arange(0, 64)
+        q_CR = tl.load(q_at + row_R[None, :] * DQ + c_C[:, None], mask=(c_C < DQ)[:, None] & on_R[None, :], other=0).to(tl.float32)
+        amax_R = tl.maximum(amax_R, tl.max(tl.abs(q_CR), axis=0))
+    qpos_R = tl.where(on_R & (row_R % T < q_len), length - q_len + row_R % T, -1)
+    latent_recent(
+        q_at, row_R, on_R, 256.0 / amax_R, amax_R * (scale_log2 / 256.0), qpos_R, head, tl.load(stored_ptr + b), length,
+        tl.load(recent_first_ptr + b), sink_k_ptr, recent_k_ptr, part_ptr + slot * RP * D, ml_ptr + slot * RP * 2,
+        T, D, ROPE, RP, SINKS, RING, 0, 0.0)
