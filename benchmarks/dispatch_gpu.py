@@ -9,7 +9,8 @@ correct   every pattern, sizes that nothing divides, two rounds, zero tokens: bi
 replays   a captured step of 26 layers with changing tokens and routing, each result compared
 faults    a killed and a stopped middle rank: what the survivors report, and when (deadline 2 s)
 
-usage: python benchmarks/dispatch_gpu.py [--ranks 2,3] [--what streams,correct,replays,faults] [--replays N] [--seconds S] [--out ROWS.csv]
+usage: python benchmarks/dispatch_gpu.py [--ranks 2,3] [--what streams,correct,replays,faults] [--replays N] [--seconds S] [--planes]
+       [--out ROWS.csv]
 """
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ from moe_prefetch.bench.rows import Row, append_rows
 from moe_prefetch.distributed.groups import Group
 from moe_prefetch.distributed.symmetric import SHARED_GPU
 from moe_prefetch.errors import MoEPrefetchError
+from moe_prefetch.kernels.dispatch import planes
 from tests.distributed import device_cases as cases
 from tests.distributed.dispatch_cases import Batch
 
@@ -208,6 +210,7 @@ def main() -> int:
     ap.add_argument("--trials", type=int, default=3, help="of each fault")
     ap.add_argument("--together", action="store_true", help="all trials at once: quicker, and the ranks' steps are slower")
     ap.add_argument("--start", default="fork", choices=("fork", "spawn"))
+    ap.add_argument("--planes", action="store_true", help="the kernels of large messages for small ones, too")
     ap.add_argument("--limit", type=float, default=90.0, help="seconds that a group of processes may take")
     ap.add_argument("--cpu", action="store_true", help="the same cases in Triton's interpreter, uncaptured")
     ap.add_argument("--out", type=Path)
@@ -216,6 +219,8 @@ def main() -> int:
     gpus = 0 if a.cpu else torch.cuda.device_count()
     if not gpus and not a.cpu:
         ap.error("this needs a GPU")
+    if a.planes:
+        planes.WORDS_UP_TO = 0
     sizes, what = [int(x) for x in a.ranks.split(",")], a.what.split(",")
     if gpus and max(sizes) > gpus:
         os.environ[SHARED_GPU] = "1"
@@ -235,7 +240,7 @@ def main() -> int:
             append_rows(a.out, "dispatch", new, machine=where, commit=a.commit, checked="bits of the single-process layer")
 
     def name_of(r: int, streams: bool) -> str:
-        return f"{r}_streams" if streams else f"{r}_ranks_{min(r, gpus)}_gpus"
+        return (f"{r}_streams" if streams else f"{r}_ranks_{min(r, gpus)}_gpus") + "_planes" * a.planes
 
     def show_correct(r: int, streams: bool, found: dict[str, list[Any]]) -> None:
         for shape, said in found.items():

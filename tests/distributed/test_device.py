@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", [["streams,correct", "--ranks", "2,3", "--count", "5"],
+                                  ["streams,correct", "--ranks", "2", "--count", "2", "--planes"],
                                   ["streams,replays", "--ranks", "2", "--replays", "300", "--seconds", "20"],
-                                  ["faults", "--ranks", "3", "--trials", "1"]], ids=["correct", "replays", "faults"])
+                                  ["faults", "--ranks", "3", "--trials", "1"]], ids=["correct", "planes", "replays", "faults"])
 def test_on_gpus(what):
     done = subprocess.run([sys.executable, "-W", "ignore", ROOT / "benchmarks" / "dispatch_gpu.py", "--what", *what], cwd=ROOT,
                           capture_output=True, text=True, check=False)
