@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 
@@ -14,11 +12,11 @@ from moe_prefetch.kernels.kv_attend import fused
 if not fused.GLUON:
     pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
 
-from moe_prefetch.kernels.kv_attend import fused_decode, fused_shares
+from moe_prefetch.kernels.kv_attend import fused_decode
 from moe_prefetch.kernels.kv_query import fused_decode as query
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
-from .gluon_cpu import Launch, modules
+from .gluon_cpu import Launch
 from .test_kv_attend_fused import assert_law, case
 
 CASES = {
@@ -41,12 +39,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("what", CASES)
-@pytest.mark.parametrize("programs", [2, 5, 12])
+@pytest.mark.parametrize("programs", [2, 5])
 def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "programs_on", lambda device, rows: programs)
     monkeypatch.setattr(fused, "DECODE", True)
     if not torch.cuda.is_available():
-        paths = (x.__file__ for x in (query, fused_shares, fused_decode))
+        paths = (x.__file__ for x in (query, fused_decode))
         monkeypatch.setattr(fused_decode, "attend_decode", Launch("attend_decode", *paths))
     args, kw = case(**CASES[what])
     assert_law(args, kw)
@@ -78,40 +76,3 @@ def test_takes_what_it_can() -> None:
 )
 def test_shares_end_with_items(most: int, items: int, want: int) -> None:
     assert fused.shares(most, items) == want
-
-
-@pytest.mark.parametrize(
-    ("most", "items", "ranks", "want"),
-    [(528, 64, 4, 512), (528, 256, 4, 512), (528, 8, 4, 528), (396, 8, 3, 384), (396, 256, 3, 384), (3, 5, 1, 3), (12, 2, 4, 12)],
-)
-def test_even_shares_are_of_every_rank(most: int, items: int, ranks: int, want: int) -> None:
-    assert fused_shares.even(most, items, ranks) == want
-
-
-def shares_of(ranks: int, programs: int, total: int, launched: int) -> list[tuple[int, int, int]]:
-    """What `share_of` says to each of the programs launched."""
-    space = modules([0], launched)
-    space["gl"] = types.SimpleNamespace(constexpr=None, minimum=min, where=lambda c, a, b: a if c else b)
-    exec(Launch("share_of", fused_shares.__file__).codes[0], space)
-    return [space["share_of"](p, programs, total, *fused_shares.MORE[ranks], ranks) for p in range(launched)]
-
-
-@pytest.mark.parametrize("ranks", fused_shares.MORE)
-@pytest.mark.parametrize("programs", [12, 384, 528])
-@pytest.mark.parametrize("total", [0, 1, 11, 383, 385, 8192, 16384, 16390, 2_000_003])
-def test_shares_are_all_pages_once(ranks: int, programs: int, total: int) -> None:
-    found = shares_of(ranks, programs, total, programs + 2)
-    assert all(first == last for _, first, last in found[programs:])
-    at = 0
-    for number, (share, first, last) in enumerate(sorted(found[:programs])):
-        assert share == number
-        assert first == at
-        assert last >= first
-        at = last
-    assert at == total
-
-
-def test_the_first_programs_of_a_multiprocessor_take_more() -> None:
-    each = lambda ranks, total: [last - first for _, first, last in shares_of(ranks, ranks * 128, total, ranks * 128)[::128]]  # noqa: E731
-    assert each(4, 128 * 128) == [34, 33, 31, 30]
-    assert each(3, 128 * 64) == [23, 22, 19]

@@ -39,7 +39,7 @@ from ..kv_recent.fused import attend_recent
 # Gluon is experimental: another version's may differ
 GLUON = triton.__version__.startswith("3.6.")
 if GLUON:
-    from . import fused_decode, fused_shares
+    from . import fused_decode
 
 LOG2E = 1.4426950408889634
 
@@ -363,11 +363,9 @@ def attend(
         span = torch.empty(items, 2, dtype=torch.int32, device=dev)
         shape = {"BP": max(16, triton.next_power_of_2(B)), "N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "num_warps": 4}
         if decode:
-            ranks = fit if most % fit == 0 else 1
             fused_decode.attend_decode[(programs,)](
                 *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, span, B, table_BP.shape[1],
-                fused_shares.even(most, items, ranks), *fused_shares.MORE[ranks], scale * LOG2E, RANKS=ranks,
-                **shape, **fused_decode.constants(layout), **regs)
+                shares(most, items), scale * LOG2E, **shape, **fused_decode.constants(layout), **regs)
         else:
             # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
             HL = 2 if D // 64 * RP * 2 <= 16 else 1

@@ -21,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
 from ..kv_query.fused_decode import outlier_queries, queries, read, read_channels
-from .fused_shares import share_of
 
 NONE = gl.constexpr(-1.0e30)
 CODES = gl.NVMMASharedLayout(128, 8, 2)
@@ -55,6 +54,11 @@ def _exp2(x):
 @gluon.jit
 def _scale(word, i: gl.constexpr):
     return ((word >> (8 * i) & 0x7F) << 20).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _cut(p, programs, total):
+    return total // programs * p + total % programs * p // programs
 
 
 @gluon.jit
@@ -136,11 +140,11 @@ def _outliers(tail_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
     return gl.reshape(gl.permute(gl.join(ko, ko), [0, 2, 1]), [128, 16])
 
 
-@gluon.jit(do_not_specialize=["table_width", "even", "FIRST", "SECOND"])
+@gluon.jit(do_not_specialize=["table_width", "even"])
 def attend_decode(
-    codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, FIRST, SECOND,
-    scale_log2, RANKS: gl.constexpr, BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr,
-    OUT: gl.constexpr, LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, scale_log2,
+    BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
+    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Partial attention over pages, one query of R heads an item: as `fused.attend_pages`, which says what goes in and out.
 
@@ -195,9 +199,12 @@ def attend_decode(
     units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
     ends_B = gl.associative_scan(units_B * N, 0, _add)
     total = gl.max(ends_B, axis=0)
-    # `even` programs' shares end where items of equal length do
+    # the shares of `even` programs end where items of equal length do; of other lengths all programs take some
     spread = gl.max(units_B, axis=0) + gl.max(gl.where(b_B < B, 0 - units_B, -0x40000000), axis=0)
-    share, unit, end = share_of(gl.program_id(0), gl.where(spread == 0, even, gl.num_programs(0)), total, FIRST, SECOND, RANKS)
+    program = gl.program_id(0)
+    sharing = gl.maximum(gl.minimum(gl.where(spread == 0, even, gl.num_programs(0)), total), 1)
+    unit = _cut(gl.minimum(program, sharing), sharing, total)
+    end = _cut(gl.minimum(program + 1, sharing), sharing, total)
     stage = 0
     phase = 0
     while unit < end:
@@ -210,7 +217,7 @@ def attend_decode(
         unit += t1 - t0
         table = table_ptr + b * table_width
         item = b * N + n
-        slot = share + item
+        slot = program + item
         # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
         stored = gl.load(stored_ptr + b)
         page_0 = gl.load(table + t0)
