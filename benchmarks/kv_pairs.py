@@ -41,7 +41,7 @@ RUNS = [
 Tuning = tuple[int, int, int, int, int, int]
 # general.tuning, what else it could say of a pair: by the tile it takes
 TUNINGS: dict[int, list[Tuning]] = {
-    128: [(16, 128, 4, 168, 3, 3), (16, 128, 4, 255, 2, 2), (16, 128, 4, 255, 2, 3)],
+    128: [(16, 128, 4, 168, 3, 2), (16, 128, 4, 168, 3, 3), (16, 128, 4, 255, 2, 2), (16, 128, 4, 255, 2, 3)],
     64: [(16, 64, 4, 168, 3, 3), (16, 64, 4, 255, 2, 3), (16, 128, 4, 168, 3, 2)],
 }
 LANDED = general.tuning
@@ -79,7 +79,7 @@ def attention_is_the_laws(name: str, dim: int) -> bool:
 def tunings_of(run: Run, others: bool) -> list[Tuning]:
     """What the kernel has for that run, then others, for pairs."""
     own = LANDED(run.layout, run.group)
-    return [own, *(TUNINGS[own[1]] if others and run.layout.format.values else [])]
+    return [own, *(t for t in TUNINGS[own[1]] if others and run.layout.format.values and t != own)]
 
 
 def times_of(run: Run, others: bool) -> Iterator[tuple[str, float, float, int, float]]:

@@ -289,10 +289,12 @@ def tuning(layout: PageLayout, rows: int) -> tuple[int, int, int, int, int, int]
     """(query rows of an item, tokens of a tile, warps, registers a thread, programs a multiprocessor holds then, pipeline stages)."""
     wide = max(layout.k_dim, layout.v_dim) > 128
     if layout.format.values:
-        # V's planes hold tokens t and 64 + t in a byte
-        tile = 128 if layout.format.v.order == "planes" and layout.format.v.code == "fp4" else 64
-        wide |= tile == 128 and layout.format.name.startswith("mxfp4")
-        return (16, tile, 4, 255, 2, 2) if wide else (16, tile, 4, 168, 3, 2)
+        # V's planes hold tokens t and 64 + t in a byte; as measured, K's planes beside FP8 values are faster so, too
+        tile = 128 if PLANES.value in (code_of(layout.format), code_of(layout.format.v)) else 64
+        if wide or (tile == 128 and "mxfp4" in layout.format.name):
+            return 16, tile, 4, 255, 2, 2
+        long = layout.format.code == "fp16" and tile == 128 and layout.k_dim > 64
+        return (16, tile, 4, 255, 2, 3) if long else (16, tile, 4, 168, 3, 2)
     if layout.format.code == "fp4":
         tile = 128 if layout.format.order == "planes" else 64
         # stages as measured: one tile in shared memory and the next page in L2, but for head dim 112
