@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.kv.codec import OutlierStats
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Listener, Taps, open_model, register_host
@@ -80,6 +81,9 @@ ExpertsInterface.register(IMPLEMENTATION, _experts_forward)
 class TransformersModel:
     """One model with MoE layers, seen through transformers (`seam.HostModel`)."""
 
+    _stats: OutlierStats | None = None  # the calibration of `kv`
+    _warned = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.family = getattr(model.config, "model_type", type(model).__name__)
@@ -97,6 +101,7 @@ class TransformersModel:
         for block in self.blocks:
             self._check_layout(block.mlp.experts)
         experts = self.blocks[0].mlp.experts
+        self.adds_at_once = experts.config._experts_implementation != "eager"
         self.num_layers, self.num_experts = len(self.blocks), experts.gate_up_proj.shape[0]
         self.gates = [self._gate(b) for b in self.blocks]
         self._originals: list[_Original] = []
@@ -265,15 +270,19 @@ class TransformersModel:
         """Give an empty DynamicCache our layers, in place (the caller keeps its object); make a cache where the model would make one."""
         if kv.format == "fp16" and not kv.layers:
             return kwargs
-        from moe_prefetch.integrations.transformers_cache import make_cache
+        from moe_prefetch.integrations.transformers_cache import PagedLayer, make_cache
         from moe_prefetch.integrations.transformers_pages import left_padding
 
         cache = kwargs.get("past_key_values")
         use = kwargs.get("use_cache")
         wanted = cache is None and (self.model.config.use_cache if use is None else use)
         if not wanted and (type(cache) is not DynamicCache or cache.get_seq_length()):
+            if cache is not None and not self._warned and not any(isinstance(x, PagedLayer) for x in cache.layers):
+                self._warned = True
+                log.warning("kv.format %s is not used where a call brings a cache of its own, here %s; give none, an empty DynamicCache, "
+                            "or one of make_cache", kv.format, type(cache).__name__)
             return kwargs
-        made, mask = make_cache(self.model.config, kv), kwargs.get("attention_mask")
+        made, mask = make_cache(self.model.config, kv, self._stats), kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and any(left_padding(mask) or ()):
             made.set_padding(mask)
         if wanted:
@@ -285,13 +294,18 @@ class TransformersModel:
     def check_kv(self, kv: KVConfig) -> None:
         if kv.format == "fp16" and not kv.layers:
             return
+        from moe_prefetch.integrations.transformers_attention import refuse_another_models
         from moe_prefetch.integrations.transformers_cache import PagedLayer, make_cache
         from moe_prefetch.integrations.transformers_pages import choose
 
         choose(self.model, kv)
         text = self.model.config.get_text_config(decoder=True)
+        # Read and compared with the model once: caches are then made from its config.
+        self._stats = None if kv.calibration is None else OutlierStats.load(kv.calibration)
+        if self._stats is not None:
+            refuse_another_models(self._stats, self.model, range(text.num_hidden_layers))
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        for layer in make_cache(self.model.config, kv).layers:
+        for layer in make_cache(self.model.config, kv, self._stats).layers:
             if isinstance(layer, PagedLayer):
                 layer.layout(dim, dim)
 

@@ -97,7 +97,7 @@ class Session:
         elif config.experts.home == "local":
             store = LocalStore(host, runtime)
             self._ledger = Ledger(host.num_layers, store.layout.nbytes)
-            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note)
+            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note, host.adds_at_once)
             self.num_slots = host.num_experts
         else:
             self._start_mover(progress)
@@ -171,7 +171,7 @@ class Session:
             if experts.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep)
+        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep, host.adds_at_once)
 
     # taps (called by the host) --------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:

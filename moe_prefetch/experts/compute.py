@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import IntegrityError, SessionError, ShapeError, UnsupportedModelError
-from ..kernels.expert_mlp.naive import Activation, accumulate, tokens_of
+from ..kernels.expert_mlp.naive import Activation, Shares
 from ..runtime import Runtime
 from ..types import Demand, Lease, Settlement
 from .ledger import Ledger
@@ -53,33 +53,35 @@ def check_silu(act: Activation, layer: int) -> None:
 
 
 class LocalCompute:
-    """All experts at home in memory: every demand is a hit."""
+    """All experts at home in memory: every demand is a hit. `at_once`: how they are summed (`Shares`)."""
 
-    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None]) -> None:
-        self._store, self._ledger, self._on_demand = store, ledger, on_demand
+    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None], at_once: bool = False) -> None:
+        self._store, self._ledger, self._on_demand, self._at_once = store, ledger, on_demand, at_once
 
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]."""
         check_hidden(hidden_TD, self._store.layout, layer)
         demand = demand_of(layer, step, ids_TK, self._store.source.num_experts)
-        out_TD = torch.zeros_like(hidden_TD)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._at_once)
         for e in demand.experts:
             v = self._store.views(layer, e)
-            accumulate(out_TD, hidden_TD, *tokens_of(e, ids_TK, weights_TK), v["gate_up"], v["down"], act)
+            shares.add(e, v["gate_up"], v["down"])
         self._on_demand(demand)
         self._ledger.settle(Settlement(layer, step, len(demand.experts), 0, 0, 0, 0, 0, 0.0), kind)
-        return out_TD
+        return shares.total()
 
 
 class SlotCompute:
     """Experts in slots, filled by a mover from their home.
 
-    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load.
+    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load. `at_once`: how experts
+    are summed (`Shares`).
     """
 
     def __init__(self, mover: Mover, policy: Policy, ledger: Ledger, runtime: Runtime, on_demand: Callable[[Demand], None],
-                 keep_E: Callable[[int, int], tuple[int, ...]]) -> None:
+                 keep_E: Callable[[int, int], tuple[int, ...]], at_once: bool = False) -> None:
+        self._at_once = at_once
         self._mover, self._policy, self._ledger, self._runtime = mover, policy, ledger, runtime
         self._on_demand, self._keep_E = on_demand, keep_E
 
@@ -89,7 +91,7 @@ class SlotCompute:
         mover = self._mover
         check_hidden(hidden_TD, mover.store.layout, layer)
         demand = demand_of(layer, step, ids_TK, mover.table.num_experts)
-        out_TD = torch.zeros_like(hidden_TD)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._at_once)
         serving = _Serving(mover, self._policy, demand, self._keep_E(layer, step))
         stall = 0.0
         try:
@@ -98,7 +100,7 @@ class SlotCompute:
                 buffer = serving.acquire(e)
                 stall += self._runtime.now() - start
                 v = mover.store.layout.views(buffer)
-                accumulate(out_TD, hidden_TD, *tokens_of(e, ids_TK, weights_TK), v["gate_up"], v["down"], act)
+                shares.add(e, v["gate_up"], v["down"])
                 serving.release(e)
         finally:
             serving.close()
@@ -106,7 +108,7 @@ class SlotCompute:
         moved, wasted, cancelled = mover.take_counts(layer)
         self._ledger.settle(Settlement(layer, step, serving.hit, serving.late, serving.miss, wasted, cancelled,
                                        moved * mover.store.layout.nbytes, stall), kind)
-        return out_TD
+        return shares.total()
 
 
 class _Serving:

@@ -6,12 +6,15 @@ import copy
 import gc
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
+import moe_prefetch
 from moe_prefetch.config import WITH_OUTLIERS, KVConfig
 from moe_prefetch.errors import ArtefactError, CacheError, ConfigError, MoEPrefetchError, ShapeError
 from moe_prefetch.integrations.transformers_attention import key_hashes
@@ -281,3 +284,27 @@ def test_who_gives_back_twice_gives_back_once(llama) -> None:
     assert reads_pages(llama.config)
     two.remove()
     assert llama.config._attn_implementation == before
+
+
+def test_attach_knows_whose_calibration_it_is_and_reads_it_once(tmp_path: Path, caplog) -> None:
+    model, other = models.moe("qwen3_moe"), models.moe("qwen3_moe")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
+    tokens = models.ids(64)
+    calibrate(other, tokens).save(tmp_path / "theirs")
+    calibrate(model, tokens).save(tmp_path / "mine")
+
+    def attach(which: str):
+        return moe_prefetch.attach(model, {"version": 1, "kv": {"format": "fp4-72", "window": 8, "calibration": str(tmp_path / which)}})
+
+    with pytest.raises(ConfigError, match="another model's"):
+        attach("theirs")
+    with attach("mine"), torch.no_grad():
+        shutil.rmtree(tmp_path / "mine")
+        out = model(tokens, use_cache=True)
+        assert out.past_key_values.layers[0].store.layout.format.name == "fp4-72"
+        with caplog.at_level("WARNING"):
+            for _ in range(2):
+                model(tokens[:, :4], past_key_values=StaticCache(config=model.config, max_cache_len=8))
+    said = [r.message for r in caplog.records if "is not used" in r.message]
+    assert len(said) == 1 and "fp4-72" in said[0] and "StaticCache" in said[0]

@@ -38,6 +38,32 @@ def accumulate(out_TD: torch.Tensor, hidden_TD: torch.Tensor, token_n: torch.Ten
     out_TD.index_add_(0, token_n, y_nD.to(out_TD.dtype))
 
 
+class Shares:
+    """What the experts of a layer give, summed as the model's own experts do, so that an attached model has the model's bits.
+
+    One by one: each expert's share is added to an output of the hidden states' dtype (transformers' `eager`). At once: the K shares of a
+    token, of the dtype that expert outputs and routing weights have together, are kept and summed at the end (`grouped_mm`, `batched_mm`).
+    """
+
+    def __init__(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, act: Activation, at_once: bool) -> None:
+        self._given, self._act, self._at_once = (hidden_TD, ids_TK, weights_TK), act, at_once
+        shape = (*ids_TK.shape, hidden_TD.shape[1]) if at_once else hidden_TD.shape
+        self._out = hidden_TD.new_zeros(shape, dtype=torch.promote_types(hidden_TD.dtype, weights_TK.dtype) if at_once else None)
+
+    def add(self, expert: int, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> None:
+        hidden_TD, ids_TK, weights_TK = self._given
+        if not self._at_once:
+            accumulate(self._out, hidden_TD, *tokens_of(expert, ids_TK, weights_TK), gate_up_FD, down_DF, self._act)
+            return
+        token_n, k_n = (ids_TK == expert).nonzero(as_tuple=True)
+        y_nD = expert_mlp(hidden_TD[token_n], gate_up_FD, down_DF, self._act)
+        self._out[token_n, k_n] = y_nD * weights_TK[token_n, k_n, None]
+
+    def total(self) -> torch.Tensor:
+        """[T, D]."""
+        return self._out.sum(1).to(self._given[0].dtype) if self._at_once else self._out
+
+
 def moe(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor,
         act: Activation) -> torch.Tensor:
     """A whole MoE layer: ids_TK [T, K] int64 (ids below 0 or from E on are masked), weights_TK [T, K]. Returns [T, D]."""
