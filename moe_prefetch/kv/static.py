@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CacheError, ConfigError, ShapeError
 from ..kernels.kv_attend.op import kv_attend
-from ..kernels.kv_encode.naive import empty_pages
+from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, runs_for
 from ..kernels.kv_slide.naive import Slide, fp16, tell_naive
@@ -125,7 +125,9 @@ class StaticStore:
                 expected=f"at most {self.max_tokens} in all",
                 do="make the cache longer (make_cache(max_length=)), or reset it",
             )
-        k, v = fp16(k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), fp16(v_BNTd)
+        given = (k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), v_BNTd
+        self.counts.add_(sum(torch.stack([(x.abs() > FP16_MAX).sum(), x.isnan().sum()]) for x in given))
+        k, v = map(fp16, given)
         if first < self.sinks:
             n = min(length, self.sinks) - first
             self.sink_k[:, :, first : first + n], self.sink_v[:, :, first : first + n] = k[:, :, :n], v[:, :, :n]

@@ -69,6 +69,15 @@ def test_more_of_a_prompt_equals_the_paged_store(name: str, chunks: tuple[int, .
         static.prefill(*(tokens(421 - at, 2, 64, 2),) * 2)
 
 
+def test_what_a_prompt_has_beyond_fp16_is_counted() -> None:
+    static, paged = pair("fp4-72")
+    k, v = tokens(40, 2, 64, 2), tokens(40, 2, 64, 2, seed=1)
+    k[0, 0, 3, 5], k[1, 1, 30, 0], v[0, 1, 39, 2] = torch.inf, torch.nan, -7e4
+    static.prefill(k, v)
+    paged.append(k, v)
+    assert static.counts.tolist() == paged.counts.tolist() == [2, 1]
+
+
 def test_a_rejected_draft_leaves_no_trace() -> None:
     static, plain = pair("fp4-quality")[0], pair("fp4-quality")[0]
     k = tokens(200, 2, 64, 2)
