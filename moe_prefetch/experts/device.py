@@ -142,6 +142,9 @@ class DeviceExperts:
         The layer two ahead is planned and its moves begin; moves of the next one that no longer pay are taken back: beside this
         layer, so `prob_HE` is to stay as it is until the next one's `experts` has been called. Raises ShapeError.
         """
+        if not 0 <= layer < self.layers or not 1 <= len(prob_HE) <= HORIZON or prob_HE.shape[1:] != self.next_NE.shape[1:]:
+            raise ShapeError(f"a forecast {tuple(prob_HE.shape)} after layer {layer}", where="experts",
+                             expected=f"[1 or {HORIZON}, {self.next_NE.shape[1]}], layers 0 to {self.layers - 1}")
         if layer + 1 < self.layers:
             with self._planning(layer + 1, prob_HE):
                 if len(prob_HE) > 1 and layer + HORIZON < self.layers:
@@ -176,16 +179,19 @@ class DeviceExperts:
             yield
             return
         self._plans.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._plans):
-            yield
-        self._pending.append((first, self._plans.record_event(), said))
+        try:
+            with torch.cuda.stream(self._plans):
+                yield
+        finally:
+            self._pending.append((first, self._plans.record_event(), said))
 
     def _planned(self, layer: int) -> None:
         """What is enqueued after this sees all plans that `layer` depends on."""
-        for first, event, _ in self._pending:
-            if first <= layer:
-                torch.cuda.current_stream(self._device).wait_event(event)
+        due = [event for first, event, _ in self._pending if first <= layer]
+        # Taken off first: a wait that fails must fail once.
         self._pending = [p for p in self._pending if p[0] > layer]
+        for event in due:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def _plan(self, layer: int, prob_1E: torch.Tensor, ahead: int) -> None:
         t, records = self.tables, ()

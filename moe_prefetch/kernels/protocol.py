@@ -14,8 +14,9 @@ Words (of one GPU; L layer, E expert, S slot, M move):
     epoch      int32  version of the weights; a lease is good for one
 
 A lease is no word. Layer L's slots are leased from `settle` to the end of its expert kernel, and the only plan that may give them away
-is L's next, later on the same stream: stream order is the lease. A slot's generation grows with each fill, and only the holder of the
-current one can publish it. Generations last for 2^31 fills of a slot: eight months at 100 steps a second.
+is L's next: it is enqueued after that kernel and waits for it, and L's next `settle` waits for it. That order is the lease. A slot's
+generation grows with each fill, and only the holder of the current one can publish it. Generations last for 2^31 fills of a slot: eight
+months at 100 steps a second.
 """
 from __future__ import annotations
 
@@ -196,7 +197,7 @@ class Device:
 
 # Actors --------------------------------------------------------------------------------------------------------------
 def plan(d: Device, layer: int, step: int) -> Actor:
-    """Plan and re-home: one program on the compute stream, once for (layer, step), after the layer's last readers in stream order.
+    """Plan and re-home: one program on a stream for plans, once for (layer, step); that stream waits for the layer's last readers.
 
     When it has ended no entry leads to a slot that will be overwritten. FILLING slots are their movers'.
     """
@@ -257,7 +258,7 @@ def withdraw(d: Device, layer: int, step: int, word: int, state: int) -> Generat
 
 
 def cancel(d: Device, layer: int, step: int, worthless: Iterable[int]) -> Actor:
-    """A nearer forecast: moves that no longer pay are taken back, if they have not started. On the compute stream."""
+    """A nearer forecast: moves that no longer pay are taken back, if they have not started. As `plan`, before the layer's `settle`."""
     count = yield Load(d.count(layer))
     for m in range(count):
         word = yield Load(d.queue(layer, m))
@@ -266,7 +267,7 @@ def cancel(d: Device, layer: int, step: int, worthless: Iterable[int]) -> Actor:
 
 
 def settle(d: Device, layer: int, step: int, demanded: Iterable[int]) -> Actor:
-    """The layer starts: one program on the compute stream, between its router and its expert kernel.
+    """The layer starts: one program on the compute stream, after the layer's plan and between its router and its expert kernel.
 
     Each missing expert gets one claimant. What no mover has started is read in place, or not at all. What one has started is waited for:
     a program that claims a move is on the chip and finishes it alone, whoever else is. After it the layer's entries of demanded

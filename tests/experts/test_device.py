@@ -139,6 +139,10 @@ def test_a_caller_is_told_what_does_not_fit() -> None:
             DeviceExperts(store, "cpu", REAL, **bad)
     d = DeviceExperts(store, "cpu", REAL, 2)
     d.check()
+    one = torch.zeros(1, 4, dtype=torch.int32)
+    for layer, prob in ((-1, one), (2, one), (0, one[:0]), (0, one.expand(3, -1)), (0, one[:, :3]), (0, one[0])):
+        with pytest.raises(ShapeError, match="forecast"):
+            d.forecast(layer, prob)
     d.tables.where_LE[1, 2] += 128
     with pytest.raises(IntegrityError, match=r"\[1, 2\]"):
         d.check()

@@ -14,7 +14,7 @@ from ..plan.naive import Tables
 from .naive import move_naive
 
 ALIGN = 128  # bytes: of records, slots and what lies between slots
-# Six fill PCIe, and an HBM-bound kernel beside them takes 7 % longer than their bytes account for; beside 24 it is 37 % (H200).
+# Six fill PCIe, and an HBM-bound kernel beside them takes 7 % longer than their bytes account for; beside 24 it is 28 % (H200).
 PROGRAMS, MOST = 6, 24
 
 

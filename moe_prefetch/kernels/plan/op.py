@@ -1,6 +1,7 @@
 """`moe_prefetch::plan`: the plans of some layers, their slots claimed, the entries of what they throw out pointed home; in place.
 
-On a GPU one Triton launch. It runs once for (layer, step), on the compute stream, after the layer's last readers and before its mover.
+On a GPU one Triton launch. It runs once for (layer, step), beside compute, after the layer's last readers and before its mover and its
+`settle`.
 """
 from __future__ import annotations
 

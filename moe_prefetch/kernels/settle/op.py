@@ -1,6 +1,7 @@
 """`moe_prefetch::settle`: a layer starts, and every missing expert gets one claimant; `moe_prefetch::withdraw`: moves given up. In place.
 
-Both run on the compute stream, one warp each on a GPU. When `settle` has ended, no demanded expert is on its way any more.
+One warp each on a GPU; `settle` on the compute stream, `withdraw` beside it, before that layer's `settle`. When `settle` has ended, no
+demanded expert is on its way any more.
 """
 from __future__ import annotations
 
