@@ -114,10 +114,12 @@ class Decode:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.logits = self._forward(model, cache)
             self.graph = graph
-        except RuntimeError as error:
+        except BaseException as error:
             # A capture that broke off leaves generator and stream in it.
             generator.graphsafe_set_state(spare)
             torch.cuda.set_stream(now)
+            if not isinstance(error, RuntimeError):
+                raise
             self._stay_plain(model, f"it can't be captured: {str(error).splitlines()[0]}")
 
     def _stay_plain(self, model: Any, why: str) -> None:
