@@ -18,7 +18,7 @@ from .collect import Collector, Step
 from .fit import Memory, Source, fit
 from .probe import RoutingProbe
 from .targets import FitConfig, Taps
-from .traces import Trace, TraceWriter
+from .traces import Trace, TraceWriter, read_manifest
 
 Progress = Callable[[int, int], None]
 # Sized for two CPU cores and five minutes, of which recording takes the most.
@@ -84,9 +84,10 @@ def run_trace(model: str, out: Path, *, texts: Sequence[Path] = (), cap_mb: floa
               batch: int = 1, shard_tokens: int = 2048, progress: Progress | None = None, runtime: Runtime = REAL) -> Trace:
     """Command `trace`: record hidden states and router decisions of `texts` (Python's documentation by default) into `out`, at most
     `cap_mb` megabytes and `tokens` tokens. Started again on the same folder with the same texts it goes on where it stopped."""
+    words = read_texts(texts) or builtin_texts()
     loaded, tokenizer = load_model(model)
     writer = TraceWriter(out, open_model(loaded).gates, cap_bytes=int(cap_mb * 1e6), shard_tokens=shard_tokens, runtime=runtime)
-    windows = text_windows(tokenizer, read_texts(texts) or builtin_texts(), window)
+    windows = text_windows(tokenizer, words, window)
     if tokens is not None:
         windows = windows[: max(1, tokens // window)]
     record(loaded, windows[writer.position :], writer.add, batch=batch, stop=lambda: writer.full, progress=progress)
@@ -138,6 +139,8 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
     if not traces and not quick:
         raise ConfigError("nothing to learn from", where="fit", expected="--trace FOLDER or --quick",
                           do="record a trace first: moe-prefetch trace")
+    for folder in (*traces, *held_out):
+        read_manifest(folder)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     started = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
