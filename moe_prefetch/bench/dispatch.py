@@ -45,7 +45,7 @@ from ..kernels.expert_mlp.naive import moe_records
 from ..kernels.expert_mlp.record import Form
 from .dispatch_ways import WAYS, Bank, MakeWays, Model, Way, nothing
 from .kv_attend import relative
-from .rows import Row, append_rows
+from .rows import Row, append_rows, choice
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "all-to-one", "real")
@@ -85,7 +85,8 @@ def cases_of(models: dict[str, Model], ranks: int, pattern: str, real: bool, slo
                 continue
             sizes = some if routing == "uniform" or len(some) < 3 else (4, 64, 1024)
             found += [Case(model, ranks, t, routing, s) for t in sizes for s in ((0, slots) if slots and routing != "uniform" else (0,))]
-    return [c for c in found if re.search(pattern, c.name)]
+    wanted = choice(pattern, "bench dispatch --cases")
+    return [c for c in found if wanted.search(c.name)]
 
 
 def routed(case: Case, model: Model, rank: int, draw: int, ids_file: Path | None) -> torch.Tensor:
@@ -336,8 +337,9 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print, more: 
     there = torch.cuda.device_count() if cuda else 64
     ranks = a.gpus or (max(2, there) if cuda else 2)
     if not 1 < ranks <= there:
-        raise ConfigError(f"{ranks} ranks and {there} GPUs", where="bench dispatch --gpus", expected="2 ranks or more, a GPU for each",
-                          do="pass --gpus with at most the GPUs of this machine; --device cpu checks the code without figures")
+        raise ConfigError(f"{ranks} ranks and {there} {'GPUs' if cuda else 'processes at most'}", where="bench dispatch --gpus",
+                          expected=f"2 ranks or more{', a GPU for each' * cuda}",
+                          do=f"pass --gpus with at most {there}{'; --device cpu checks the code without figures' * cuda}")
     models = MODELS if cuda else TINY
     todo = cases_of(models, ranks, a.cases, a.ids is not None, a.slots)
     if not todo:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from ..kernels.expert_mlp import fused, grouped
 from ..kernels.expert_mlp.naive import gated, moe_records, weights_of
 from ..kernels.expert_mlp.record import LINE, Form
 from .kv_attend import FIELDS, relative, set_constants, stamp_of, timed
+from .rows import choice
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BOUND = 6e-3
@@ -196,6 +196,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     if not torch.cuda.is_available():
         ap.error("these figures need a GPU")
     set_constants(fused, a.set, ap.error)
+    wanted = choice(a.cases, "bench expert-mlp --cases")
     torch.manual_seed(0)
     stamp, rows = stamp_of(a.commit), []
     rate = copy_rate(DEVICE)
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     write("hbm_copy", "a copy", [("gbps", rate / 1e9, "GB/s")])
     say(f"{'case':28s} {'us':>8s} {'of HBM':>7s} {'grouped':>8s} {'loop':>8s} {'ratio':>6s}  error (grouped_mm's)  alone")
     for name, model in MODELS.items():
-        todo = [t for t in TOKENS if re.search(a.cases, f"{name}_t{t}")]
+        todo = [t for t in TOKENS if wanted.search(f"{name}_t{t}")]
         if not todo:
             continue
         block_EB = random_block(model.form, model.experts + model.shared, DEVICE)
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
         del block_EB, plain
         torch.cuda.empty_cache()
     for home in ("host", "peer"):
-        if not re.search(a.cases, home) or (home == "peer" and torch.cuda.device_count() < 2):
+        if not wanted.search(home) or (home == "peer" and torch.cuda.device_count() < 2):
             continue
         us, gbps, same = in_place(home, 16, say)
         if same:

@@ -14,7 +14,6 @@ import argparse
 import csv
 import datetime
 import importlib.metadata
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,6 +29,7 @@ from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
 from ..kv import format as kv_format
 from ..kv.format import PAGE, PageLayout, format_of, layout_for
+from .rows import choice
 from .timing import replay_us
 
 SINKS, WINDOW, COLD = 4, 64, 400e6
@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     rows: list[dict[str, object]] = []
     say(f"{'case':26s} {'us':>7s} {'GB/s':>6s} {'SDPA':>7s} {'x':>5s} {'bytes':>6s}  err / peaky")
     for case in CASES:
-        wanted = [k for k in a.kinds.split(",") if re.search(a.cases, f"{case.name}_{k}")]
+        wanted = [k for k in a.kinds.split(",") if choice(a.cases, "bench kv-attend --cases").search(f"{case.name}_{k}")]
         if not wanted:
             continue
         sdpa, backend = sdpa_us(case, say)

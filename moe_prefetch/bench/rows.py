@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArtefactError
+from ..errors import ArtefactError, ConfigError
 
 COLUMNS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 
@@ -68,6 +69,15 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as f:
                 f.write(json.dumps({"of": of, "found": found}) + "\n")
+
+
+def choice(pattern: str, where: str) -> re.Pattern[str]:
+    """A regular expression over names of cases. Raises ConfigError."""
+    try:
+        return re.compile(pattern)
+    except re.error as e:
+        raise ConfigError(f"{pattern!r} is no regular expression: {e}", where=where, expected="one over names of cases",
+                          do="see --help") from e
 
 
 def machine_name(device: str) -> str:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from moe_prefetch.bench import dispatch as job
 from moe_prefetch.bench.dispatch_ways import WAYS
 from moe_prefetch.cli import app
+from moe_prefetch.errors import ConfigError
 from tests.distributed import ranks
 
 MODULE = "tests.bench.dispatch_bench_cases"
@@ -159,3 +160,8 @@ def test_the_router_chooses_what_is_laid_down():
     assert torch.equal(got.sort().values, ids.sort().values)
     scores = torch.softmax((x @ gate.T).gather(1, got), -1)
     torch.testing.assert_close(weights, scores)
+
+
+def test_a_choice_of_cases_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no regular expression"):
+        job.cases_of(job.MODELS, 2, "[", False)
