@@ -374,7 +374,7 @@ class Session:
             buffer = mover.scratch()
 
             def read(layer: int, expert: int) -> dict[str, torch.Tensor]:
-                mover.store.read_into(layer, expert, buffer)
+                mover.store.read_whole(layer, expert, buffer)
                 return mover.store.layout.views(buffer)
 
             self._host.restore(read)

@@ -28,6 +28,7 @@ from transformers import (
 import moe_prefetch
 from moe_prefetch.config import load
 from moe_prefetch.errors import (
+    ArtefactError,
     BudgetError,
     ConfigError,
     DeadlineError,
@@ -783,3 +784,21 @@ def test_a_report_made_after_detach_says_what_was_held():
         model(torch.arange(6)[None])
         inside = session.report().intro
     assert session.report().intro == inside and session.held_bytes()["resident"] < session.held_bytes()["total"]
+
+
+def test_records_altered_while_attached_do_not_become_the_model(tmp_path):
+    """Their stamps are whole; detach compares every byte, and goes on once the file is as it was."""
+    model = small()
+    before = logits_of(model, prompt())
+    session = moe_prefetch.attach(model, {"experts": {"home": "disk", "resident": "50%", "path": str(tmp_path)}})
+    (file,) = [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".json"]
+    whole = file.read_bytes()
+    at = len(whole) // 2 // 4096 * 4096 + 512
+    with open(file, "r+b") as f:
+        f.seek(at)
+        f.write(bytes(b ^ 1 for b in whole[at : at + 64]))
+    with pytest.raises(ArtefactError, match="altered"):
+        session.detach()
+    file.write_bytes(whole)
+    session.detach()
+    assert torch.equal(logits_of(model, prompt()), before)

@@ -300,3 +300,22 @@ def test_window_zero_and_no_sinks_work(llama, stats) -> None:
     models.generate(llama, models.ids(30), cache)
     cache.check_integrity()
     assert cache.layers[0].store.recent_k.shape[2] <= 1
+
+
+def test_a_forward_that_breaks_off_is_seen(llama, stats) -> None:
+    cache = make_cache(llama.config, models.config("fp4-72"), stats)
+    with torch.no_grad():
+        llama(models.ids(40), past_key_values=cache)
+        cache.check_integrity()
+
+        def stop(*_: object) -> None:
+            raise KeyError("in the middle")
+
+        hook = llama.model.layers[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyError):
+            llama(models.ids(1), past_key_values=cache)
+        hook.remove()
+    with pytest.raises(CacheError, match=r"layers hold \[40, 41\] tokens"):
+        cache.check_integrity()
+    cache.reset()
+    cache.check_integrity()
