@@ -100,7 +100,7 @@ class PagedCache(Cache):
         return rows
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError for a layer's pages, CacheError for layers of different lengths, as a forward that broke off leaves them."""
+        """Raises IntegrityError for a layer's pages, CacheError for layers of unlike lengths, as a forward that broke off leaves."""
         held = {x.number: x.store.length for x in self._paged() if x.store is not None}
         if len(set(held.values())) > 1:
             raise CacheError(f"layers hold {sorted(set(held.values()))} tokens", where="KV cache", expected="as many in each",
