@@ -148,7 +148,7 @@ def test_items_that_are_at_most_half_full_have_half_the_columns(monkeypatch):
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].to(DEVICE)
     weights = torch.ones(len(ids), 1, device=DEVICE)
     tile = fused.tuning(form, "down", len(ids), 1, 4)
-    assert tile.pairs == 128 and tile.halves
+    assert tile.pairs == 128 and tile.halves and not fused.tuning(form, "down", 2000, 1, 4).halves
     got = run(form, x, ids, weights, recs)
     assert error(got, law(form, x, ids, weights, recs)) < BOUND[x.dtype]
     tuning = fused.tuning

@@ -93,19 +93,6 @@ def item_of(where_ptr, count_ptr, item, E: tl.constexpr, EP: tl.constexpr, BT: t
 
 
 @triton.jit
-def at_most_half(left, BT: tl.constexpr):
-    """Whether an item has at most BT / 2 pairs. By vote: so ptxas knows that a warp is of one mind, and keeps the descriptors of `wgmma`'s
-    operands in uniform registers; else a step is 165 instructions, not 120."""
-    if ASM:
-        y = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.le.s32 p, $1, $2; vote.sync.all.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }", "=r,r,n",
-            [left, BT // 2], dtype=tl.int32, is_pure=True, pack=1) > 0
-    else:
-        y = left <= BT // 2
-    return y
-
-
-@triton.jit
 def columns_of(pair_ptr, e, first, left, T, BT: tl.constexpr):
     """(which of BT columns count, pair of each) of an item; the rest repeat the last."""
     j_T = tl.arange(0, BT)
@@ -161,8 +148,9 @@ def gate_up(x_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, h_ptr, T, limit, alp
     else:
         e, address, first, left = item_of(where_ptr, count_ptr, item, E, EP, BT)
         if e < E:
+            # The code of two branches is slower than that of one: they are there where many items are half empty.
             if HALVES:
-                if at_most_half(left, BT):
+                if left <= BT // 2:
                     gate_up_tile(address, x_ptr, columns_of(pair_ptr, e, first, left, T, BT // 2), h_ptr, block, limit, alpha, K, D, F, W,
                                  SCALE, BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, CLAMPED, BT // 2, BR, BK, STAGES)
                 else:
@@ -209,7 +197,7 @@ def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constex
         if DIRECT:
             down_tile(address, h_ptr, (on_T, pair_T), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT, SCALE_AT, BIAS_AT, BT, BR, BK, STAGES)
         elif HALVES:
-            if at_most_half(left, BT):
+            if left <= BT // 2:
                 down_tile(address, h_ptr, columns_of(pair_ptr, e, first, left, T, BT // 2), y_ptr, block, D, F, W, SCALE, BLOCK, BIAS, AT,
                           SCALE_AT, BIAS_AT, BT // 2, BR, BK, STAGES)
             else:
@@ -311,7 +299,7 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
         return Tile(n, rows, 128 if columns % 128 == 0 else 64, 4, deep)
     # Loops over few columns are unrolled, and a fourth step in flight then needs more registers than there are.
-    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4 if columns > 1024 else 3, 8, True)
+    return Tile(n, 128, 64, 4, 4, 4) if n == 64 else Tile(n, 256, 64, 8, 4 if columns > 1024 else 3, 8, tokens * top_k <= 300 * experts)
 
 
 def direct(tokens: int) -> bool:
