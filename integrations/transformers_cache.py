@@ -104,7 +104,7 @@ class PagedCache(Cache):
         held = {x.number: x.store.length for x in self._paged() if x.store is not None}
         if len(set(held.values())) > 1:
             raise CacheError(f"layers hold {sorted(set(held.values()))} tokens", where="KV cache", expected="as many in each",
-                                 do="reset the cache, or crop it to the least")  # fmt: skip
+                             do="reset the cache, or crop it to the least")  # fmt: skip
         for x in self._paged():
             if x.store is not None:
                 x.store.check_integrity()

@@ -251,12 +251,13 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
         ap.error("these figures need a GPU")
     kv_format.ALIGN = a.align
     set_constants(fused, a.set, ap.error)
+    cases = choice(a.cases, "bench kv-attend --cases")
     torch.manual_seed(0)
     stamp = stamp_of(a.commit)
     rows: list[dict[str, object]] = []
     say(f"{'case':26s} {'us':>7s} {'GB/s':>6s} {'SDPA':>7s} {'x':>5s} {'bytes':>6s}  err / peaky")
     for case in CASES:
-        wanted = [k for k in a.kinds.split(",") if choice(a.cases, "bench kv-attend --cases").search(f"{case.name}_{k}")]
+        wanted = [k for k in a.kinds.split(",") if cases.search(f"{case.name}_{k}")]
         if not wanted:
             continue
         sdpa, backend = sdpa_us(case, say)

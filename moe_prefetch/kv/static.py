@@ -10,10 +10,10 @@ import torch
 
 from ..errors import CacheError, ConfigError, ShapeError
 from ..kernels.kv_attend.op import kv_attend
-from ..kernels.kv_encode.naive import FP16_MAX, empty_pages
+from ..kernels.kv_encode.naive import clean, empty_pages
 from ..kernels.kv_encode.op import kv_encode
 from ..kernels.kv_encode.records import Book, decode_naive, runs_for
-from ..kernels.kv_slide.naive import Slide, fp16, tell_naive
+from ..kernels.kv_slide.naive import Slide, tell_naive
 from ..kernels.kv_slide.op import kv_slide
 from .basis import Basis
 from .format import PAGE, PageLayout
@@ -125,9 +125,10 @@ class StaticStore:
                 expected=f"at most {self.max_tokens} in all",
                 do="make the cache longer (make_cache(max_length=)), or reset it",
             )
-        given = (k_BNTd if self.basis is None else self.basis.keys(k_BNTd)), v_BNTd
-        self.counts.add_(sum(torch.stack([(x.abs() > FP16_MAX).sum(), x.isnan().sum()]) for x in given))
-        k, v = map(fp16, given)
+        k, k_big, k_nan = clean(k_BNTd if self.basis is None else self.basis.keys(k_BNTd))
+        v, v_big, v_nan = clean(v_BNTd)
+        self.counts.add_(torch.stack([k_big + v_big, k_nan + v_nan]))
+        k, v = k.half(), v.half()
         if first < self.sinks:
             n = min(length, self.sinks) - first
             self.sink_k[:, :, first : first + n], self.sink_v[:, :, first : first + n] = k[:, :, :n], v[:, :, :n]

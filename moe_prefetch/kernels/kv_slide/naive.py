@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...kv.format import PAGE
-from ..kv_encode.naive import FP16_MAX
+from ..kv_encode.naive import clean
 
 
 class Slide(NamedTuple):
@@ -39,11 +39,6 @@ class Slide(NamedTuple):
     now_3B: torch.Tensor
 
 
-def fp16(x: torch.Tensor) -> torch.Tensor:
-    """NaN as 0, what is beyond FP16 as +-65504."""
-    return x.float().nan_to_num(0.0, FP16_MAX, -FP16_MAX).clamp(-FP16_MAX, FP16_MAX).half()
-
-
 def slide_naive(s: Slide, out_k: torch.Tensor, out_v: torch.Tensor, runs: torch.Tensor, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor,
                 window: int) -> None:  # fmt: skip
     """Take T tokens a row. Up to T others, those before the last `window` of the tokens that were there, are handed out to be encoded.
@@ -71,7 +66,7 @@ def slide_naive(s: Slide, out_k: torch.Tensor, out_v: torch.Tensor, runs: torch.
     sink_BTN = ((rows[:, None] * N + head_N) * sinks)[:, None] + at_BT[:, :, None]
     sink_BTN = torch.where(at_BT[:, :, None] < sinks, sink_BTN, B * N * sinks)
     for ring, sink, x in ((s.ring_k, s.sink_k, k_BNTd), (s.ring_v, s.sink_v, v_BNTd)):
-        x = fp16(x).transpose(1, 2)
+        x = clean(x)[0].half().transpose(1, 2)
         ring[row_BT, :, at_BT % R] = x
         sink[sink_BTN] = x
     s.length_B.add_(T)
