@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -100,3 +102,14 @@ def case(
 
 def relative(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.double() - want.double()).norm() / want.double().norm())
+
+
+def compiled(launches: str) -> list[str]:
+    """Names of the kernels that these lines of Python launch, compiled for sm_90, without a GPU, by a process of its own."""
+    code = (
+        "import torch\nfrom tests.kernels.ahead import compile_only\nkernels = compile_only()\n"
+        f"{launches}\nassert all(len(k.asm['cubin']) for k in kernels)\nprint(*(k.name for k in kernels))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
