@@ -296,7 +296,11 @@ def test_page_locked_records_are_read_where_they_are():
     x, weights = torch.randn(3, D, generator=g).bfloat16().cuda(), torch.rand(3, 2, generator=g).cuda()
     ids, said = torch.randint(0, E, (3, 2), generator=g).cuda(), []
     for home in (HostHome(REAL), LocalHome("cuda", REAL)):
-        store = MemoryStore(ModuleSource([module_of("qwen3")]), home, REAL)
+        module = module_of("qwen3")
+        with torch.no_grad():
+            for p in module.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8)
+        store = MemoryStore(ModuleSource([module]), home, REAL)
         where = torch.tensor([store.address(0, e) for e in range(E)], device="cuda")
         said.append(expert_mlp(x, ids, weights, where, store.form).clone())
         torch.cuda.synchronize()
