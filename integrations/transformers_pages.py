@@ -31,9 +31,6 @@ from moe_prefetch.kv.store import LayerStore
 
 log = logging.getLogger(__name__)
 
-# Whether decode from pages has been compared with decoded tensors in a model on a GPU (benchmarks/generate.py does it). Until then `auto`
-# is tensors there too; `kv.attention: pages` asks for it.
-PROVEN = False
 # Our names, and whose place each takes.
 OVER = {"moe_prefetch": "sdpa", "moe_prefetch_over_eager": "eager"}
 # Models whose own eager attention is softmax(cap(scale q k) + mask, sink) v, with the cap and the sink in its arguments.
@@ -258,8 +255,6 @@ def choose(model: Any, kv: KVConfig) -> tuple[str | None, str]:
         return None, "pages, switched on before"
     if kv.attention == "auto" and model.device.type != "cuda":
         return None, f"decoded tensors: the model is on {model.device.type}"
-    if kv.attention == "auto" and not PROVEN:
-        return None, "decoded tensors: pages have not been compared with them on a GPU yet (kv.attention: pages reads them all the same)"
     name, why = _name_for(model, text)
     if name is None and kv.attention == "pages":
         raise _cannot(why)
@@ -275,7 +270,7 @@ def _cannot(why: str) -> ConfigError:
 def serve(model: Any, kv: KVConfig) -> Served:
     """Let the model's decode steps read pages, as `kv.attention` says; the decision is logged.
 
-    auto     on a GPU, where the model's attention allows it, once it is PROVEN
+    auto     on a GPU, where the model's attention allows it
     pages    everywhere; raises ConfigError where it does not
     tensors  never: the cache decodes everything for the model's own attention
     """

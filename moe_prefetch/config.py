@@ -116,7 +116,7 @@ class KVConfig(_Section):
     calibration: Path | None = Field(None, description="outlier channels made once for the model; null: chosen from the prompt")
     layers: dict[Annotated[int, Field(ge=0)], KVName] = Field(default_factory=dict, description="format of single decoder layers, 0-based")
     attention: Literal["auto", "pages", "tensors"] = Field(
-        "auto", description="whether transformers' attention reads pages or decoded tensors; auto: tensors until pages are proven on a GPU")
+        "auto", description="whether transformers' attention reads pages or decoded tensors; auto: pages on a GPU, tensors elsewhere")
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_prefetch
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
-from moe_prefetch.integrations.transformers_pages import Held, serve
+from moe_prefetch.integrations.transformers_pages import Held, choose, serve
 from moe_prefetch.kv.store import LayerStore
 
 from . import models
@@ -435,6 +435,16 @@ def test_one_line_switches_a_model(llama) -> None:
         assert {row["attention"] for row in cache.report()} == {"tensors"}
     finally:
         llama.set_attn_implementation("sdpa")
+
+
+def test_auto_is_pages_on_a_gpu_where_attention_allows_it(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    mla = models.deepseek()
+    for model in (llama, mla):
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert choose(llama, models.config()) == (OURS, "pages, over sdpa")
+    assert choose(llama, models.config(attention="tensors"))[0] is None
+    name, why = choose(mla, models.config())
+    assert name is None and "MLA" in why
 
 
 @pytest.mark.parametrize(("before", "reason"), [("eager", "eager attention"), ("flex_attention", "left as it is")])
