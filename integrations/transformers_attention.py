@@ -19,7 +19,8 @@ from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.kv.codec import OutlierStats
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
+KEY_NORMS = ("k_norm", "kv_a_layernorm")
 SAMPLED_ROWS = 32
 
 
@@ -78,7 +79,8 @@ def key_hashes(model: Any) -> dict[int, str]:
         part = next((x for name in KEY_PROJECTIONS if (x := getattr(module, name, None)) is not None), None)
         if not isinstance(n, int) or n in found or part is None:
             continue
-        owned = {"weight": (part, "weight"), "bias": (part, "bias"), "norm": (getattr(module, "k_norm", None), "weight")}
+        norm = next((x for name in KEY_NORMS if (x := getattr(module, name, None)) is not None), None)
+        owned = {"weight": (part, "weight"), "bias": (part, "bias"), "norm": (norm, "weight")}
         tensors = {name: t for name, (owner, key) in owned.items() if (t := getattr(owner, key, None)) is not None}
         if "weight" in tensors and all(map(_plain, tensors.values())):
             found[n] = sha256_tensors({name: _sample(t) for name, t in tensors.items()})

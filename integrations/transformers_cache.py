@@ -10,7 +10,8 @@ attention implementation. Where that is our own (`transformers_pages`), a step o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,6 +111,18 @@ class PagedCache(Cache):
                 x.store.check_integrity()
 
 
+class Latents(DynamicCache):
+    """A prompt's cache that shows what MLA layers keep: `see(layer, ones [B, 1, T, r], latents [B, 1, T, r], nothing [B, 1, T, 0])`."""
+
+    def __init__(self, config: Any, see: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(config=config)
+        self.see = see
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.see(layer_idx, torch.ones_like(key_states), key_states, value_states[..., :0])
+        return key_states, value_states
+
+
 def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = None, *, max_length: int | None = None) -> PagedCache:
     """The cache for one model (or its config). `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
@@ -154,7 +167,7 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
     if stats is not None and coded:
         refuse_another_models(stats, model, coded)
     lacking = [n for n in coded if n not in moments]
-    if stats is not None and lacking and not latent:
+    if stats is not None and lacking:
         raise ConfigError(
             f"the calibration has not seen layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}",
             where="kv.calibration",
@@ -172,8 +185,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
         raise ConfigError(
             "a static cache can't make codebooks from the prompt",
             where="kv.calibration",
-            expected="a calibration, which MLA has not" if latent else "a calibration",
-            do="choose fp8, or no max_length" if latent else "run calibrate() once",
+            expected="a calibration",
+            do="run calibrate() once",
         )
 
     ints = DeviceInts()
@@ -200,7 +213,7 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
           keys turn with their position, and so do their means and loud channels (default: positions 0 to S - 1, right for contexts of S
           tokens)
 
-    A few thousand tokens are enough. Layers of MLA are left out: each sequence makes the codebook of its latents. Raises ShapeError for
+    A few thousand tokens are enough. Of an MLA layer the moments are its latents', whatever is asked of them. Raises ShapeError for
     what is no matrix of the model's token ids with more than `skip` in a row, ConfigError for a span below S.
     """
     known = model.config.get_text_config(decoder=True).vocab_size
@@ -221,16 +234,15 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
         )
     seen: dict[int, StatsCollector] = {}
 
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return OutlierStats({})
-
     def see(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        seen.setdefault(layer, StatsCollector(axes=True)).add(q[0], k[0], v[0], skip)
+        seen.setdefault(layer, StatsCollector(axes=not latent)).add(q[0], k[0], v[0], skip)
 
-    with torch.no_grad(), watch_attention(model, see):
+    latent = bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+    with torch.no_grad(), nullcontext() if latent else watch_attention(model, see):
         for i, row in enumerate(token_ids):
             start = room * i // max(1, rows - 1)
             position = torch.arange(start, start + length, device=model.device)[None]
-            model(input_ids=row[None].to(model.device), position_ids=position, use_cache=False)
+            given = {"past_key_values": Latents(model.config, see)} if latent else {"use_cache": False}
+            model(input_ids=row[None].to(model.device), position_ids=position, **given)
     keys = key_hashes(model)
     return OutlierStats({n: s.stats() for n, s in sorted(seen.items())}, {n: keys[n] for n in sorted(seen) if n in keys})

@@ -11,7 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
-from moe_prefetch.integrations.transformers_pages import Step, hold, reads_pages
+from moe_prefetch.integrations.transformers_held import Step, hold
+from moe_prefetch.integrations.transformers_pages import reads_pages
 from moe_prefetch.kv.codec import make_coding, prompt_book, turns_keys
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.ints import DeviceInts
@@ -111,23 +112,26 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
+        both = self._both(key_states, value_states)
         if store.length and key_states.shape[2] <= DRAFT and self._direct(key_states):
-            store.append(key_states, value_states)
+            store.append(*both)
             return hold(Step(store, (key_states, value_states), self._note))
         store.settle()
         past_k, past_v = store.gather(key_states.dtype)
+        store.append(*both)
         if self.latent:
-            store.append(torch.cat([key_states, value_states], -1), value_states[..., :0])
             past_k, past_v = past_k.split([key_states.shape[-1], value_states.shape[-1]], -1)
-        else:
-            store.append(key_states, value_states)
         return torch.cat([past_k, key_states], 2), torch.cat([past_v, value_states], 2)
 
     def _direct(self, key_states: torch.Tensor) -> bool:
         """Whether attention may read this step from the store."""
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         mine = self.kv.attention != "tensors" and reads_pages(self.text)
-        return mine and not self.latent and not traced and not key_states.requires_grad
+        return mine and not traced and not key_states.requires_grad
+
+    def _both(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as pages keep them: of an MLA layer latent and rotary part are K, and there is no V."""
+        return (torch.cat([key_states, value_states], -1), value_states[..., :0]) if self.latent else (key_states, value_states)
 
     def _note(self, why: str) -> None:
         how = f"tensors: {why}" if why else "pages"
@@ -215,7 +219,7 @@ class StaticPagedLayer(PagedLayer):
         store = self.static
         assert store is not None
         split = [key_states.shape[-1], value_states.shape[-1]]
-        both = (torch.cat([key_states, value_states], -1), value_states[..., :0]) if self.latent else (key_states, value_states)
+        both = self._both(key_states, value_states)
         if not store.empty and key_states.shape[2] <= store.draft and self._direct(key_states):
             store.append(*both)
             return hold(Step(store, (key_states, value_states), self._note))

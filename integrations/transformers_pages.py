@@ -14,7 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError
-from moe_prefetch.kv.attention import attend
+from moe_prefetch.integrations.transformers_held import Held, Step, absorb, latents_refused, release
 from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
@@ -35,59 +35,6 @@ log = logging.getLogger(__name__)
 OVER = {"moe_prefetch": "sdpa", "moe_prefetch_over_eager": "eager"}
 # Models whose own eager attention is softmax(cap(scale q k) + mask, sink) v, with the cap and the sink in its arguments.
 EAGER_MODELS = ("gemma2", "gpt_oss")
-
-
-@dataclass
-class Step:
-    """What a step of decode left for attention: the store that took its tokens, and its own K and V [B, N, T, d] as they came."""
-
-    store: LayerStore | StaticStore
-    own: tuple[torch.Tensor, torch.Tensor]
-    note: Callable[[str], None]
-    _all: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
-
-    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [B, N, S, d] of all tokens: pages decoded, the step's own unrounded."""
-        if self._all is None:
-            n = self.own[0].shape[2]
-            k, v = self.store.gather(self.own[0].dtype)
-            if isinstance(self.store, StaticStore):
-                at = self.store.length[0] - n + torch.arange(n, device=k.device)
-                self._all = k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
-            else:
-                k[:, :, -n:], v[:, :, -n:] = self.own
-                self._all = k, v
-        return self._all
-
-
-class Held(torch.Tensor):
-    """A step's own K or V that stands for everything cached: whoever computes with it, or asks for its shape, gets all of it.
-
-    So an attention that knows nothing of pages is right with it, too.
-    """
-
-    step: Step
-    side: int
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_open(args), **_open(kwargs or {}))
-
-
-def _open(x: Any) -> Any:
-    if isinstance(x, Held):
-        return x.step.all()[x.side]
-    if isinstance(x, (list, tuple)):
-        return type(x)(*map(_open, x)) if hasattr(x, "_fields") else type(x)(map(_open, x))
-    return {k: _open(v) for k, v in x.items()} if isinstance(x, dict) else x
-
-
-def hold(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K and V that a cache returns for a step whose tokens are in its store already."""
-    k, v = (x.as_subclass(Held) for x in step.own)
-    k.step = v.step = step
-    k.side, v.side = 0, 1
-    return k, v
 
 
 def reads_pages(text_config: Any) -> bool:
@@ -174,9 +121,7 @@ def _attention_over(base: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor
                     "softcap": kw.get("softcap") or 0.0,
                     "sink_H": None if (sinks := kw.get("s_aux")) is None else sinks.detach(),
                 }
-                store = step.store
-                out, _ = store.attend(query, **options) if isinstance(store, StaticStore) else attend(store, query, **options)
-                return out.transpose(1, 2).to(query.dtype), None
+                return step.attend(query, **options).transpose(1, 2).to(query.dtype), None
             key, value = step.all()
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(base, own)(module, query, key, value, attention_mask, *args, **kw)
@@ -224,6 +169,7 @@ def _set(model: Any, name: str) -> None:
     config, text = model.config, model.config.get_text_config(decoder=True)
     part = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
     model.set_attn_implementation(name if part is None else {part: name})
+    (absorb if reads_pages(text) else release)(model)
 
 
 @cache
@@ -236,8 +182,8 @@ def _asks_by_name(model_class: type) -> bool:
 def _name_for(model: Any, text: Any) -> tuple[str | None, str]:
     """Which of our names fits the model, or None; and why."""
     now = text._attn_implementation
-    if getattr(text, "kv_lora_rank", None):
-        return None, "MLA layers make heads of their latents before attention"
+    if getattr(text, "kv_lora_rank", None) and (why := latents_refused(model, text)):
+        return None, why
     if _asks_by_name(type(model)):
         return None, f"{type(model).__name__} asks for its attention by name"
     if now == "eager" and text.model_type not in EAGER_MODELS:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
@@ -73,34 +73,39 @@ def qwen2_with_key_bias(norm: float, layer: int) -> Any:
     return model
 
 
-def deepseek() -> Any:
+def mla(family: str = "deepseek_v3", latent: int = 64, layers: int = 2) -> Any:
+    """A tiny model with MLA: `deepseek_v2`, `deepseek_v3`, `glm4_moe_lite` or `youtu`; latents of 64 and a rotary part of 16."""
     torch.manual_seed(0)
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            moe_intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            kv_lora_rank=64,
-            q_lora_rank=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            qk_nope_head_dim=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            initializer_range=0.2,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": latent,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "initializer_range": 0.2,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    config = CONFIG_MAPPING[family](**sizes, **({"mlp_layer_types": ["dense", "sparse"][:layers]} if family == "glm4_moe_lite" else {}))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    if family == "deepseek_v2":
+        # Made without an initial value.
+        torch.nn.init.normal_(model.model.layers[-1].mlp.gate.weight, std=0.2)
+    return model
 
 
 def gpt_oss() -> Any:

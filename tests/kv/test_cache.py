@@ -247,7 +247,7 @@ def test_calibration_leaves_the_model_as_it_was(llama) -> None:
 
 @pytest.mark.parametrize("format", ["fp16", "fp8", "fp4-quality"])
 def test_mla_models_keep_latent_and_rotary_part(format: str) -> None:
-    model = models.deepseek()
+    model = models.mla()
     prompt = models.ids(70)
     cache = make_cache(model.config, models.config(format))
     with torch.no_grad():
@@ -260,20 +260,33 @@ def test_mla_models_keep_latent_and_rotary_part(format: str) -> None:
     models.generate(model, prompt, make_cache(model.config, models.config(format)), num_beams=2)
 
 
-def test_mla_layers_are_left_out_of_calibration(tmp_path: Path) -> None:
-    """Its attention brings heads made of latents, which are not what is kept."""
-    model, prompt = models.deepseek(), models.ids(70)
-    calibrate(model, models.ids(100)).save(tmp_path)
+def test_latents_of_mla_layers_are_calibrated(tmp_path: Path) -> None:
+    model, prompt, ids = models.mla(), models.ids(70), models.ids(100, 3)
+    calibrate(model, ids).save(tmp_path)
     found = OutlierStats.load(tmp_path)
-    assert found.layers == {}
+    assert sorted(found.layers) == sorted(found.keys) == [0, 1] and {s.tokens for s in found.layers.values()} == {3 * 96}
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[1].self_attn.kv_a_layernorm.register_forward_hook(lambda _m, _x, out: seen.append(out[0, 4:]))
+    with torch.no_grad():
+        [model(row[None]) for row in ids]
+    handle.remove()
+    latents = torch.cat(seen).double()
+    assert torch.allclose(torch.tensor(found.layers[1].k1, dtype=torch.float64)[0], latents.mean(0), atol=1e-6)
+    assert torch.allclose(torch.tensor(found.layers[1].k2, dtype=torch.float64)[0], latents.square().mean(0), atol=1e-5)
+    # One codebook for all rows, and a cache of fixed size.
     cache = make_cache(model, models.config(), found)
-    assert torch.equal(models.generate(model, prompt, cache), models.generate(model, prompt, make_cache(model, models.config())))
-    assert {row["keys"] for row in cache.report()} == {"prompt"}
+    want = models.generate(model, prompt, cache)
+    assert {row["keys"] for row in cache.report()} == {"channels"}
+    assert torch.equal(models.generate(model, prompt, make_cache(model, models.config(), found, max_length=120)), want)
+    other = models.mla()
+    torch.nn.init.normal_(other.model.layers[1].self_attn.kv_a_proj_with_mqa.weight, std=0.2)
+    with pytest.raises(ConfigError, match="another model's: keys of layer 1"):
+        make_cache(other, models.config(), found)
+    with pytest.raises(ConfigError, match="a static cache can't make codebooks"):
+        make_cache(model, models.config(), max_length=80)
     for format in ("fp4-quality", "fp8"):
         with pytest.raises(UnsupportedModelError, match="MLA"):
             gate(model, [prompt[0]], found, format=format, max_kl=1.0, window=16)
-    with pytest.raises(ConfigError, match="MLA has not"):
-        make_cache(model, models.config(), found, max_length=80)
 
 
 def test_sliding_layers_stay_as_configured() -> None:

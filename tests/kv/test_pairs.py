@@ -88,7 +88,7 @@ def test_every_byte_of_a_pair_is_counted(dim: int) -> None:
 def test_a_latent_has_one_format(stats) -> None:
     with pytest.raises(ShapeError, match="latent"):
         PageLayout(format_of("fp8+fp4-72"), 512, 0, 0, 64)
-    model = models.deepseek()
+    model = models.mla()
     for kv in (models.config("fp8+fp4-72"), models.config("fp8", layers={1: "fp8+fp4-72"})):
         with pytest.raises(ConfigError, match="one latent for K and V"):
             make_cache(model, kv)

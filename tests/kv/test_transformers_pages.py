@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_prefetch
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
-from moe_prefetch.integrations.transformers_pages import Held, choose, serve
+from moe_prefetch.integrations.transformers_held import Held
+from moe_prefetch.integrations.transformers_pages import choose, serve
 from moe_prefetch.kv.store import LayerStore
 
 from . import models
@@ -373,15 +374,6 @@ def test_sdpa_knows_no_soft_cap() -> None:
     assert torch.equal(got, want) and "soft-cap" in cache.report()[0]["attention"]
 
 
-def test_mla_layers_are_decoded() -> None:
-    model = models.deepseek()
-    run = lambda: logits_of(model, None)[0]  # noqa: E731
-    assert torch.equal(under(model, OURS, run), under(model, "sdpa", run))
-    assert "MLA" in serve(model, models.config(attention="tensors")).says or model.config._attn_implementation == "sdpa"
-    with pytest.raises(ConfigError, match="MLA"):
-        make_cache(model, models.config(attention="pages"))
-
-
 def test_held_keys_are_all_keys_to_whoever_computes_with_them(llama) -> None:
     """Another attention than ours, given what a cache made for ours: the numbers of decoded tensors."""
 
@@ -438,13 +430,12 @@ def test_one_line_switches_a_model(llama) -> None:
 
 
 def test_auto_is_pages_on_a_gpu_where_attention_allows_it(llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    mla = models.deepseek()
+    mla = models.mla()
     for model in (llama, mla):
         monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     assert choose(llama, models.config()) == (OURS, "pages, over sdpa")
     assert choose(llama, models.config(attention="tensors"))[0] is None
-    name, why = choose(mla, models.config())
-    assert name is None and "MLA" in why
+    assert choose(mla, models.config()) == (OURS, "pages, over sdpa")
 
 
 @pytest.mark.parametrize(("before", "reason"), [("eager", "eager attention"), ("flex_attention", "left as it is")])

@@ -1,0 +1,156 @@
+"""What a cache of ours hands a model in place of K and V at a step of decode: tensors that stand for everything cached.
+
+MLA layers cache a latent and the rotary part of K, and make K and V of every head from all of it at each step (`expand_kv`). Where pages
+are read, queries are taken to the latents instead, and the output from them: the absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1.2).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_prefetch.kv.attention import attend
+from moe_prefetch.kv.static import StaticStore
+from moe_prefetch.kv.store import LayerStore
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+# Model types whose attention caches latents, makes heads of them by `expand_kv` and attends at once, queries being (plain, rotary).
+MLA_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+
+
+@dataclass
+class Step:
+    """What a step of decode left for attention: the store that took its tokens, and its own K and V [B, N, T, d] as they came."""
+
+    store: LayerStore | StaticStore
+    own: Pair
+    note: Callable[[str], None]
+    _all: Pair | None = field(default=None, repr=False)
+
+    def all(self) -> Pair:
+        """K and V [B, N, S, d] of all tokens: pages decoded, the step's own unrounded. Of an MLA layer: latents and rotary parts."""
+        if self._all is None:
+            n = self.own[0].shape[2]
+            k, v = self.store.gather(self.own[0].dtype)
+            if not self.store.layout.v_dim:
+                k, v = k.split([x.shape[3] for x in self.own], -1)
+            if isinstance(self.store, StaticStore):
+                at = self.store.length[0] - n + torch.arange(n, device=k.device)
+                self._all = k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
+            else:
+                k[:, :, -n:], v[:, :, -n:] = self.own
+                self._all = k, v
+        return self._all
+
+    def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Queries [B, H, T, d] over pages; FP32 [B, H, T, dv]."""
+        if isinstance(self.store, StaticStore):
+            return self.store.attend(query, **options)[0]
+        return attend(self.store, query, **options)[0]
+
+
+@dataclass
+class LatentStep(Step):
+    """A step of an MLA layer, in terms of heads: `module` makes K and V of latents for whoever asks."""
+
+    module: Any = None
+
+    def all(self) -> Pair:
+        if self._all is None:
+            self._all = type(self.module).expand_kv(self.module, *Step(self.store, self.own, self.note).all())
+        return self._all
+
+    def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        plain, rotary = query.split([self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], -1)
+        into, out_of = _sides(self.module)
+        out = super().attend(torch.cat([plain @ into, rotary], -1), **options)
+        return out.to(query.dtype) @ out_of.mT
+
+
+class Held(torch.Tensor):
+    """A step's own K or V that stands for everything cached: whoever computes with it, or asks for its shape, gets all of it.
+
+    So an attention that knows nothing of pages is right with it, too.
+    """
+
+    step: Step
+    side: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_open(args), **_open(kwargs or {}))
+
+
+def _open(x: Any) -> Any:
+    if isinstance(x, Held):
+        return x.step.all()[x.side]
+    if isinstance(x, (list, tuple)):
+        return type(x)(*map(_open, x)) if hasattr(x, "_fields") else type(x)(map(_open, x))
+    return {k: _open(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def hold(step: Step) -> Pair:
+    """The K and V that a cache returns for a step whose tokens are in its store already."""
+    k, v = (x.as_subclass(Held) for x in step.own)
+    k.step = v.step = step
+    k.side, v.side = 0, 1
+    return k, v
+
+
+# MLA ---------------------------------------------------------------------------------------------------------------------
+def _sides(module: Any) -> Pair:
+    """Of each head: queries to latents [H, nope, r], and latents to outputs [H, v, r]; views of the layer's weight."""
+    weight = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_b_proj.in_features)
+    return weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)  # type: ignore[return-value]
+
+
+def _absorbs(module: Any) -> str:
+    """Why queries can't be taken to the latents here; empty: they can. Asked at each step: an adapter may have come since."""
+    made = module.kv_b_proj
+    if type(made) is not nn.Linear or made.bias is not None or not made.weight.is_floating_point() or made.weight.is_meta:
+        return "kv_b_proj is no plain linear layer"
+    if made._forward_hooks or made._forward_pre_hooks or hasattr(made, "_hf_hook"):
+        return "kv_b_proj has hooks"
+    return ""
+
+
+def _expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Pair:
+    """`expand_kv`, of which nothing is done where attention reads pages."""
+    if isinstance(kv_nope, Held):
+        why = _absorbs(module)
+        if not why:
+            step = kv_nope.step
+            return hold(LatentStep(step.store, step.own, step.note, module=module))
+        kv_nope.step.note(why)
+    return type(module).expand_kv(module, kv_nope, k_rot)  # type: ignore[no-any-return]
+
+
+def latent_layers(model: Any) -> list[Any]:
+    """A model's MLA attention modules."""
+    return [m for m in model.modules() if hasattr(type(m), "expand_kv") and hasattr(m, "kv_b_proj")]
+
+
+def latents_refused(model: Any, text: Any) -> str:
+    """Why a model's MLA layers can't read pages; empty: they can."""
+    if text.model_type not in MLA_MODELS:
+        return f"MLA layers of {text.model_type} make heads of their latents before attention"
+    layers = latent_layers(model)
+    return next(filter(None, map(_absorbs, layers)), "") if layers else f"no MLA layers were found in {type(model).__name__}"
+
+
+def absorb(model: Any) -> None:
+    """Let MLA layers leave latents as they are where a step may read pages. Methods of the instances: the library has no registry for
+    what stands between cache and attention."""
+    for module in latent_layers(model):
+        module.expand_kv = types.MethodType(_expand_kv, module)
+
+
+def release(model: Any) -> None:
+    """Undo `absorb`."""
+    for module in latent_layers(model):
+        module.__dict__.pop("expand_kv", None)

@@ -1,0 +1,164 @@
+"""MLA layers of transformers models attend over latents in pages, queries taken to them, as they do over K and V made of all latents."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from moe_prefetch.errors import ConfigError
+from moe_prefetch.integrations import transformers_held
+from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
+from moe_prefetch.integrations.transformers_held import MLA_MODELS, Held
+from moe_prefetch.integrations.transformers_pages import serve
+from moe_prefetch.kv.store import LayerStore
+
+from . import models
+from .test_transformers_pages import OURS, both, under
+
+
+@pytest.fixture(scope="module")
+def mla() -> Any:
+    return models.mla()
+
+
+def steps(model: Any, cache: Any, ids: torch.Tensor, prompt: int = 90, mask: Any = None) -> torch.Tensor:
+    """Logits of a prompt, of five steps, and of a draft of four tokens."""
+    given = lambda end: {} if mask is None else {"attention_mask": mask[:, :end]}  # noqa: E731
+    out = [model(ids[:, :prompt], past_key_values=cache, **given(prompt)).logits]
+    for at in range(prompt, prompt + 5):
+        out.append(model(ids[:, at : at + 1], past_key_values=cache, **given(at + 1)).logits)
+    out.append(model(ids[:, prompt + 5 : prompt + 9], past_key_values=cache, **given(prompt + 9)).logits)
+    return torch.cat(out, 1)
+
+
+def alike(got: torch.Tensor, want: torch.Tensor) -> bool:
+    # The query's own key is read as FP16 from the window.
+    return torch.allclose(got, want, atol=0.01 * float(want.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp8", "fp4-72"])
+@pytest.mark.parametrize("family", MLA_MODELS)
+def test_steps_are_those_over_heads_made_of_all_latents(family: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = models.mla(family), models.ids(100, 2)
+    want = under(model, "sdpa", lambda: steps(model, make_cache(model.config, models.config(format)), ids))
+    cache = make_cache(model, models.config(format, attention="pages"))
+    whole, calls = LayerStore.gather, []
+    monkeypatch.setattr(LayerStore, "gather", lambda self, *a: calls.append(self.length) or whole(self, *a))
+    with torch.no_grad():
+        got = steps(model, cache, ids)
+    assert alike(got, want)
+    # The prompt alone asked for what is cached: nothing.
+    assert set(calls) == {0}
+    assert {row["attention"] for row in cache.report()} == {"pages"}
+    cache.check_integrity()
+
+
+def test_tokens_beams_and_drafts_of_generate(mla: Any) -> None:
+    make = lambda: make_cache(mla.config, models.config("fp4-72"))  # noqa: E731
+    for kw in ({}, {"num_beams": 3, "n": 12}, {"prompt_lookup_num_tokens": 4, "n": 20}):
+        transformers_held.absorb(mla)
+        try:
+            cache = both(mla, make, models.ids(90, 1).repeat(1 if "prompt_lookup_num_tokens" in kw else 2, 1), **kw)
+        finally:
+            transformers_held.release(mla)
+        assert {row["attention"] for row in cache.report()} == {"pages"}
+
+
+def test_left_padding_is_not_attended_to(mla: Any) -> None:
+    ids, mask = models.ids(100, 2), torch.ones(2, 100, dtype=torch.long)
+    mask[1, :23] = 0
+
+    def run(model: Any) -> tuple[torch.Tensor, Any]:
+        cache = make_cache(model, models.config("fp8", attention="pages" if model is mla else "auto"))
+        cache.set_padding(mask[:, :90])
+        with torch.no_grad():
+            return steps(mla, cache, ids, mask=mask), cache
+
+    (want, _), (got, cache) = run(mla.config), run(mla)
+    assert alike(got[0], want[0]) and alike(got[1, 23:], want[1, 23:])
+    assert {row["attention"] for row in cache.report()} == {"pages"}
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp4-72"])
+def test_a_cache_of_fixed_size(mla: Any, format: str) -> None:
+    ids, stats = models.ids(100, 2), calibrate(mla, models.ids(60, 2))
+    run = lambda model, how: steps(mla, make_cache(model, models.config(format, attention=how), stats, max_length=120), ids)  # noqa: E731
+    with torch.no_grad():
+        want, got = run(mla.config, "auto"), run(mla, "pages")
+    assert alike(got, want) and not torch.equal(got, want)
+
+
+class Adapter(torch.nn.Module):
+    """Stands in front of a linear layer, as an adapter does, with its weight in view."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.in_features = base, base.in_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * 1.5
+
+
+def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would() -> None:
+    model, ids = models.mla(), models.ids(100, 1)
+    cache = make_cache(model, models.config("fp8", attention="pages"))
+    attention = model.model.layers[0].self_attn
+    attention.kv_b_proj = Adapter(attention.kv_b_proj)
+    handle = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda _m, _x, out: out * 0.75)
+    with torch.no_grad():
+        got = steps(model, cache, ids)
+        said = [row["attention"] for row in cache.report()]
+        assert said == ["tensors: kv_b_proj is no plain linear layer", "tensors: kv_b_proj has hooks"]
+        with pytest.raises(ConfigError, match="no plain linear layer"):
+            serve(under_sdpa(model), models.config(attention="pages"))
+        want = steps(model, make_cache(model.config, models.config("fp8", attention="tensors")), ids)
+        assert alike(got, want)
+        handle.remove()
+        assert not alike(steps(model, make_cache(model.config, models.config("fp8")), ids), want)
+
+
+def under_sdpa(model: Any) -> Any:
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def test_a_model_that_is_not_known_is_decoded() -> None:
+    model = models.mla()
+    model.config.model_type = "longcat_flash"
+    with pytest.raises(ConfigError, match="MLA layers of longcat_flash"):
+        make_cache(model, models.config(attention="pages"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_was_switched_on_is_taken_back(mla: Any) -> None:
+    attention = mla.model.layers[0].self_attn
+    first, second = (make_cache(mla, models.config("fp8", attention="pages")) for _ in range(2))
+    assert "expand_kv" in vars(attention) and mla.config._attn_implementation == OURS
+    twin = copy.deepcopy(mla)
+    assert twin.model.layers[0].self_attn.expand_kv.__self__ is twin.model.layers[0].self_attn
+    del first
+    assert "expand_kv" in vars(attention)
+    del second
+    assert "expand_kv" not in vars(attention) and mla.config._attn_implementation == "sdpa"
+
+
+def test_held_heads_are_all_heads_to_whoever_computes_with_them(mla: Any) -> None:
+    attention = mla.model.layers[0].self_attn
+    cache = make_cache(mla, models.config("fp8", attention="pages"))
+    layer, twin = (make_cache(mla.config, models.config("fp8", attention=how)).layers[0] for how in ("pages", "tensors"))
+    given = [(torch.randn(1, 1, n, 64), torch.randn(1, 1, n, 16)) for n in (130, 1)]
+    with torch.no_grad():
+        held, plain = [[x.update(*pair) for pair in given][1] for x in (layer, twin)]
+        k, v = attention.expand_kv(*held)
+        assert type(k) is Held and k.shape == (1, 4, 131, 48) and v.shape == (1, 4, 131, 32)
+        want_k, want_v = attention.expand_kv(*plain)
+        assert type(want_k) is torch.Tensor
+        assert torch.equal(k + 0, want_k) and torch.equal(torch.cat([v, v]), torch.cat([want_v, want_v]))
+    del cache
