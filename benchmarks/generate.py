@@ -1,11 +1,10 @@
 """Time greedy `generate` of transformers models over our KV cache and over transformers' own, step by step and captured; compare first.
 
 usage: python benchmarks/generate.py --out ROWS.csv [--models smolmoe,qwen3moe] [--contexts 2048,8192,32768] [--batch 1,8]
-           [--formats fp8,fp4-72,fp4-quality] [--kinds dynamic,pages,graph] [--layers 12] [--tokens 96] [--repeats 3] [--prove]
-           [--commit ID]
+           [--formats fp8,fp4-72,fp4-quality] [--kinds dynamic,pages,graph] [--layers 12] [--tokens 96] [--repeats 3] [--commit ID]
 
 Models: `smolmoe` (its real weights), `smolsize` (random weights in its place), `qwen3moe` (random weights, the widths of Qwen3-30B-A3B,
-`--layers` of its 48), `tiny` (for a run without a GPU, which writes no rows). Kinds:
+`--layers` of its 48), `v2lite` (DeepSeek-V2-Lite, of 27 layers; MLA), `tiny` (for a run without a GPU, which writes no rows). Kinds:
 
 dynamic    DynamicCache with SDPA, which all others are compared with
 pages      our cache, which grows, attention over pages
@@ -20,8 +19,6 @@ decoded than these are from exact keys; where decoding takes too long (beyond `D
 what the format was where it was decoded. Captured steps must give the bits of the same steps run plainly, across the end of a page. A case
 that is wrong writes no row. Times are between the ends of successive steps of `generate`, by events on the device: median, mean, and the
 prompt.
-
---prove    compare the fused encoder, `kv_take` and `kv_slide` with their laws here, byte by byte, and use those that are equal
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DynamicCache,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -49,14 +48,7 @@ from moe_prefetch.bench.rows import Row, append_rows, machine_name
 from moe_prefetch.config import KVConfig
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_graph import Decode, captured, step_of
-from moe_prefetch.kernels.kv_encode import op as encode_op
-from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import encode_naive, neutral_book, runs_for
-from moe_prefetch.kernels.kv_slide import op as slide_op
-from moe_prefetch.kernels.kv_slide.naive import Slide, slide_naive
-from moe_prefetch.kernels.kv_take import op as take_op
-from moe_prefetch.kernels.kv_take.naive import take_naive
-from moe_prefetch.kv.format import PAGE, PageLayout
+from moe_prefetch.kv.format import PAGE
 
 STEPS = 16  # compared
 SKIP = 8  # first steps of a run that are not timed
@@ -110,6 +102,18 @@ def model_of(name: str, layers: int, device: str) -> Any:
         )  # fmt: skip
         with torch.device(device):
             model = Qwen2MoeForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    elif name == "v2lite":
+        config = DeepseekV2Config(
+            vocab_size=102400, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=16,
+            intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
+            first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+            max_position_embeddings=40960, initializer_range=0.02, dtype=dtype,
+        )  # fmt: skip
+        with torch.device(device):
+            model = DeepseekV2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
+        for layer in model.model.layers[1:]:
+            # Made without an initial value.
+            torch.nn.init.normal_(layer.mlp.gate.weight, std=0.02)
     else:
         real = name == "qwen3moe"
         config = Qwen3MoeConfig(
@@ -249,77 +253,6 @@ def run(
     return out[:, ids.shape[1] :], ticks.ms(), memory
 
 
-def prove(layout: PageLayout, heads: int, device: torch.device) -> str:
-    """Let the ops use what writes the law's bytes on this device; says what does."""
-    from moe_prefetch.kernels.kv_encode import fused, general, general_planes
-    from moe_prefetch.kernels.kv_take import fused as take_fused
-
-    said = []
-    book = neutral_book(layout, heads, device)
-    x = [torch.randn(3 * PAGE, heads, d, device=device).mul_(4).bfloat16() for d in (layout.k_dim, layout.v_dim)]
-    for module in (fused, general, general_planes):
-        if not module.serves(layout):
-            continue
-        name = module.__name__.rpartition(".")[2]
-        law, ours = empty_pages(3, heads, layout, device), empty_pages(3, heads, layout, device)
-        # a page and a bit, the rest of it one by one and in groups, a last whole page
-        for start, count in ((0, 150), (150, 1), (151, 1), (152, 32), (184, 72), (256, 128)):
-            runs = torch.tensor(runs_for([2, 0, 1], start, count, start), dtype=torch.int32, device=device)
-            encode_naive(law, *x, runs, book, layout)
-            module.encode(ours, *x, runs, book, layout, most=min(count, PAGE))
-        if torch.equal(law, ours):
-            encode_op.PROVEN = tuple({*encode_op.PROVEN, name})
-        said.append(f"kv_encode.{name} {'writes' if torch.equal(law, ours) else 'DOES NOT WRITE'} the law's bytes")
-        break
-    same = True
-    for tokens in (1, 8, 500):
-        k, v = (torch.randn(2, tokens, heads, d, device=device).mul_(1e5).bfloat16().transpose(1, 2) for d in (layout.k_dim, layout.v_dim))
-        k[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
-        sides = []
-        for take in (take_naive, take_fused.take):
-            buffers = [torch.zeros(2, heads, tokens + 5, y.shape[3], dtype=torch.float16, device=device) for y in (k, v)]
-            counts = torch.zeros(2, dtype=torch.int64, device=device)
-            take(*buffers, counts, k, v, 3)
-            sides.append((*buffers, counts))
-        same &= all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
-    take_op.PROVEN = same
-    said.append(f"kv_take.fused {'writes' if same else 'DOES NOT WRITE'} the law's bytes")
-    slide_op.PROVEN = same = slides_alike(layout, heads, device)
-    return "; ".join([*said, f"kv_slide.fused {'writes' if same else 'DOES NOT WRITE'} the law's bytes"])
-
-
-def slides_alike(layout: PageLayout, heads: int, device: torch.device) -> bool:
-    """Whether the fused step of a cache of fixed size writes what its law writes, from an empty row on across pages and settle edges."""
-    from moe_prefetch.kernels.kv_slide import fused
-
-    B, window, draft, sinks, pages = 3, 64, 8, 4, 4
-    half = lambda *shape: torch.zeros(*shape, dtype=torch.float16, device=device)  # noqa: E731
-    sides = []
-    for slide in (slide_naive, fused.slide):
-        s = Slide(
-            half(B, heads, window + 2 * draft, layout.k_dim), half(B, heads, window + 2 * draft, layout.v_dim),
-            half(B * heads * sinks + 1, layout.k_dim), half(B * heads * sinks + 1, layout.v_dim),
-            torch.full((B * (pages + 1), heads, layout.page_bytes), 7, dtype=torch.uint8, device=device),
-            empty_pages(1, heads, layout, device), torch.arange(B * pages, dtype=torch.int32, device=device).view(B, pages),
-            torch.arange(B * pages, B * (pages + 1), device=device),
-            torch.tensor([0, 60, 190], device=device), torch.tensor([0, 0, 120], device=device),
-            torch.zeros(3, B, dtype=torch.int32, device=device),
-        )  # fmt: skip
-        g, seen = torch.Generator(device).manual_seed(5), []
-        for n in range(40):
-            T = (1, 1, 1, 3, 8)[n % 5]
-            shapes = ((B, T, heads, d) for d in (layout.k_dim, layout.v_dim))
-            k, v = (torch.randn(x, device=device, generator=g).mul_(2e4).bfloat16().transpose(1, 2) for x in shapes)
-            k[0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
-            out = [half(T, B, heads, layout.k_dim), half(T, B, heads, layout.v_dim)]
-            runs = torch.zeros(T, B, 4, dtype=torch.int32, device=device)
-            slide(s, *out, runs, k, v, window)
-            seen += [*out, runs, s.now_3B.clone()]
-        s.sink_k[-1], s.sink_v[-1] = 0, 0
-        sides.append([*s, *seen])
-    return all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
-
-
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", type=Path)
@@ -331,7 +264,6 @@ def main() -> int:
     ap.add_argument("--layers", type=int, default=12)
     ap.add_argument("--tokens", type=int, default=96)
     ap.add_argument("--repeats", type=int, default=3)
-    ap.add_argument("--prove", action="store_true")
     ap.add_argument("--commit", default="unknown")
     a = ap.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -344,12 +276,6 @@ def main() -> int:
         ids_of = lambda b, n, model=model, g=g: torch.randint(10, model.config.vocab_size - 10, (b, n), generator=g).to(device)  # noqa: E731
         model.set_attn_implementation("sdpa")
         stats = calibrate(model, ids_of(4, 512))
-        if a.prove and device == "cuda":
-            for format in a.formats.split(","):
-                layer = make(model, f"{format}_pages", stats, 0).layers[0]
-                text = model.config.get_text_config()
-                dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-                print(f"{format}: {prove(layer.layout(dim, dim), text.num_key_value_heads, torch.device(device))}", flush=True)
         known: dict[str, float] = {}
         ways = a.kinds.split(",")
         kinds = [w for w in ("dynamic", "static", "compiled") if w in ways]
@@ -378,7 +304,7 @@ def main() -> int:
                     prompt, memory = statistics.median(times[0] for _, times, _ in timed), runs[-1][2]
                     base = base or (runs[-1][0], p50)
                     same = float((runs[-1][0] == base[0]).float().mean())
-                    case = f"{name}{a.layers if name == 'qwen3moe' else ''}_t{context}_b{batch}_{kind}"
+                    case = f"{name}{a.layers if name in ('qwen3moe', 'v2lite') else ''}_t{context}_b{batch}_{kind}"
                     print(f"{case:40s} {p50:9.2f} {mean:9.2f} {base[1] / p50:6.2f} {prompt:10.1f} {memory['kv_mib']:8.1f}  {checked},",
                           f"{same:.0%}", flush=True)
                     rows = [Row(case, "ms_per_token_p50", p50, "ms"), Row(case, "ms_per_token_mean", mean, "ms"),
