@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Forward passes of a Megatron-core GPTModel with expert parallelism: as it is, and with `serve_experts` (written for 0.19.2, eager).
 
-Random weights. For each number of tokens a rank: the logits of both are compared, then passes are timed in turns; microseconds are medians
-over passes, of the slowest rank. Sums in another order move a later layer's router, and where two experts are all but equal a token may get
-the other one; such tokens are counted (`rerouted`, at most a twentieth of all) and stay out of the comparison. Rows of `serve-megatron`:
-`qwen3-30b-a3b_x<layers>_ep<ranks>_t<tokens>`, `error`, `rerouted`, `us`, `megatron_us`, `gain`.
+Random weights. For each number of tokens a rank: every MoE layer is given what it had in Megatron's pass, and its outputs are compared.
+(Over the whole model rounding moves later routers, and where two experts are all but equal a token gets the other one: the logits' distance
+is shown, not judged.) Then passes are timed in turns; microseconds are medians over passes, of the slowest rank. Rows of `serve-megatron`:
+`qwen3-30b-a3b_x<layers>_ep<ranks>_t<tokens>`, `error`, `logits`, `us`, `megatron_us`, `gain`.
 
 usage: python benchmarks/serve_megatron.py [--ranks 2] [--layers 4] [--tokens 1,4,64,1024] [--dispatcher alltoall] [--out ROWS.csv]
        [--check] [--cpu]
@@ -34,8 +34,8 @@ from moe_prefetch.bench.kv_attend import relative
 from moe_prefetch.bench.rows import Row, append_rows
 
 VOCABULARY, PASSES = 1024, 30
-# Of BF16: products and sums in another order, over all layers and the head; of tokens whose experts are the same.
-BOUND, REROUTED = 3e-2, 0.05
+# Of BF16: Megatron rounds what is between its products, ours does so once less, and sums go in another order.
+BOUND = 1.5e-2
 QWEN3 = {"hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4, "kv_channels": 128, "num_moe_experts": 128,
          "moe_router_topk": 8, "moe_ffn_hidden_size": 768, "ffn_hidden_size": 768}
 TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "num_moe_experts": 8, "moe_router_topk": 3,
@@ -80,15 +80,13 @@ def slowest(seconds: list[float]) -> float:
 def compare(sizes: dict[str, int], layers: int, tokens: list[int], dispatcher: str, dtype: torch.dtype, device: torch.device,
             passes: int) -> list[tuple[int, dict[str, float]]]:
     """On every rank, for each number of tokens: error of the logits, us and megatron_us of a pass."""
-    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from moe_prefetch.integrations.megatron_dispatch import serve_experts
 
     model = model_of(sizes, layers, dist.get_world_size(), dispatcher, dtype, device)
-    routes: list[torch.Tensor] = []
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.register_forward_hook(lambda _m, _given, said: routes.append(said[1].detach().bool().clone()))
+    moe = [m for m in model.modules() if isinstance(m, MoELayer)]
+    seen: list[tuple[torch.Tensor, Any, Any, torch.Tensor]] = []
     found = []
     for T in tokens:
         g = torch.Generator().manual_seed(dist.get_rank())
@@ -96,31 +94,35 @@ def compare(sizes: dict[str, int], layers: int, tokens: list[int], dispatcher: s
         place = torch.arange(T, device=device)[None]
         mask = torch.triu(torch.ones(T, T, dtype=torch.bool, device=device), 1)[None, None]
 
-        def once() -> tuple[float, torch.Tensor, torch.Tensor]:
-            """Seconds, logits [T, vocabulary] and each token's experts [T, layers * E]."""
+        def once() -> tuple[float, torch.Tensor]:
             dist.barrier()
-            routes.clear()
             start = time.perf_counter()
             with torch.no_grad():
                 out = model(given, place, mask)  # noqa: B023
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            return time.perf_counter() - start, out[0], torch.cat(routes, 1)
+            return time.perf_counter() - start, out
 
         took: dict[str, list[float]] = {"us": [], "megatron_us": []}
-        (_, want, experts), error, rerouted = once(), 0.0, 0.0
+        seen.clear()
+        # What is given may be written over later in the pass.
+        keep = lambda _m, given, kw, said: seen.append((given[0].clone(), given[1:], kw, said[0].clone()))  # noqa: E731
+        hooks = [m.register_forward_hook(keep, with_kwargs=True) for m in moe]
+        want, error = once()[1], 0.0
+        for hook in hooks:
+            hook.remove()
         for _ in range(3 if device.type == "cuda" else 1):
             # In turns, so that what else the machine does falls on both.
             took["megatron_us"] += [once()[0] for _ in range(passes // 3 + 1)]
             with serve_experts(model, {T: "gather"}) as served:
-                _, got, said = once()
+                logits = relative(once()[1], want)
+                for m, (hidden, others, named, said) in zip(moe, seen, strict=True):
+                    with torch.no_grad():
+                        error = max(error, relative(m(hidden, *others, **named)[0], said))
                 served.check()
-                same_T = (said == experts).all(1)
-                rerouted = max(rerouted, 1 - float(same_T.float().mean()))
-                error = max(error, relative(got[same_T], want[same_T]) if bool(same_T.any()) else 0.0)
                 took["us"] += [once()[0] for _ in range(passes // 3 + 1)]
                 served.check()
-        worst = {"error": slowest([error]) / 1e6, "rerouted": slowest([rerouted]) / 1e6}
+        worst = {"error": slowest([error]) / 1e6, "logits": slowest([logits]) / 1e6}
         found.append((T, {**worst, **{k: slowest(v) for k, v in took.items()}}))
     return found
 
@@ -147,12 +149,11 @@ def _rank(rank: int, folder: str, a: argparse.Namespace) -> None:
             if rank:
                 continue
             case = f"qwen3-30b-a3b_x{a.layers}_ep{a.ranks}_t{T}"
-            few = 0.0 if a.cpu or T == 1 else max(REROUTED, 1 / T)
-            good = said["error"] <= (1e-5 if a.cpu else BOUND) and said["rerouted"] <= few
-            print(f"{case}: {'right' if good else 'WRONG'}, off by {said['error']:.1e}, {said['rerouted']:.1%} of tokens rerouted" +
+            good = said["error"] <= (1e-5 if a.cpu else BOUND)
+            print(f"{case}: {'right' if good else 'WRONG'}, layers off by {said['error']:.1e}, logits by {said['logits']:.1e}" +
                   ("" if a.cpu or a.check else f"; {said['us']:.0f} us a pass, {said['megatron_us']:.0f} by Megatron's own"), flush=True)
             if a.out and good and not a.cpu:
-                rows = [Row(case, "error", said["error"], ""), Row(case, "rerouted", said["rerouted"], "share"),
+                rows = [Row(case, "error", said["error"], ""), Row(case, "logits", said["logits"], ""),
                         Row(case, "us", said["us"], "us"), Row(case, "megatron_us", said["megatron_us"], "us"),
                         Row(case, "gain", said["megatron_us"] / said["us"], "x")]
                 append_rows(a.out, "serve-megatron", rows[: 2 if a.check else 5], commit=a.commit,
