@@ -39,10 +39,11 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from moe_prefetch.config import Config, slots_per_layer
+from moe_prefetch.config import Config
 from moe_prefetch.deepspeed_file import SECTION, contradictions, split
 from moe_prefetch.errors import ConfigError, ProbeMismatchError, SessionError, UnsupportedModelError
 from moe_prefetch.experts.mover import bounce_buffers
+from moe_prefetch.experts.slots import slots_per_layer
 from moe_prefetch.experts.store import RecordLayout
 from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
 from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works

@@ -164,6 +164,11 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             do=f"choose {' or '.join(pairs[0].split('+'))}",
         )
     coded = [n for n, f in formats.items() if f.has_book]
+    if kv_config.calibration is not None and not coded:
+        raise ConfigError(
+            f"kv.calibration is set, and {kv_config.format} has no codebook",
+            where="kv.calibration", expected="a format with outlier channels", do="use fp4-72 or fp4-quality, or drop calibration",
+        )  # fmt: skip
     if stats is not None and coded:
         refuse_another_models(stats, model, coded)
     lacking = [n for n in coded if n not in moments]
@@ -174,8 +179,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             expected=f"all of the {len(paged)} layers whose K and V are kept in pages",
             do="calibrate this model anew",
         )
-    if max_length is not None and max_length < 1:
-        raise ConfigError(f"max_length is {max_length}", where="make_cache", expected="1 or more tokens", do="give the longest sequence")
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        raise ConfigError(f"max_length is {max_length!r}", where="make_cache", expected="1 or more tokens", do="give the longest sequence")
     if max_length is not None and "settle" in kv_config.model_fields_set and kv_config.settle != 1:
         raise ConfigError(
             f"kv.settle is {kv_config.settle}", where="make_cache(max_length=)",

@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,17 @@ MAX_HEADER = 100 << 20
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
            "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
            "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if it is not there, and write and remove a file in it: before long work whose result will go there. Raises
+    ArtefactError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ArtefactError(f"nothing can be written there: {e.strerror}", where=str(folder), do="name another folder") from e
 
 
 def contained(root: Path, name: str) -> Path:

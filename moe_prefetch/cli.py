@@ -1,6 +1,7 @@
 """The command line. Heavy imports happen inside the verbs, so that `--help` is quick and `env` works where torch does not."""
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ out, err = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=T
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Our errors in one paragraph and exit code 1; an interrupt is 130."""
+    """Our errors, and the system's about files, in one paragraph and exit code 1; an interrupt is 130."""
     from .errors import MoEPrefetchError
 
     def terminate(*_: object) -> None:
@@ -36,6 +37,14 @@ def _errors() -> Iterator[None]:
         yield
     except MoEPrefetchError as e:
         err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from e
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        if e.filename is None:
+            raise
+        err.print(f"error: {e.strerror} [{e.filename}]. What to do: check the path, its permissions and the room on its disk.", style="red",
+                  markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt:
         err.print("interrupted: the model is as it was and temporary files are gone; what was recorded or checkpointed before stays",
@@ -273,13 +282,18 @@ def bench_dispatch(
 
 def main() -> None:
     """Entry point of `moe-prefetch`."""
-    if sys.argv[1:] == ["env"]:
-        # Straight to the point: a broken dependency is what this verb is asked about.
-        from .observe.env import collect
+    try:
+        if sys.argv[1:] == ["env"]:
+            # Straight to the point: a broken dependency is what this verb is asked about.
+            from .observe.env import collect
 
-        print(collect())
-        return
-    app()
+            print(collect(), flush=True)
+            return
+        app()
+    except BrokenPipeError:
+        # Who read our output has closed it, as `| head` does; what Python would still flush has no one to go to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

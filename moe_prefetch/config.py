@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .errors import BudgetError, ConfigError
+from .errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 18
 KV_FORMATS = ("fp16", "fp8", "fp4-72", "fp4-quality", "nvfp4", "mxfp4")
@@ -53,6 +53,13 @@ class _Checked(type(BaseModel)):  # type: ignore[misc]
 
 class _Section(BaseModel, metaclass=_Checked):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _no_nul(cls, value: Any) -> Any:
+        if isinstance(value, Path) and "\0" in str(value):
+            raise ValueError("a path can't contain a NUL")
+        return value
 
 
 class DriveConfig(_Section):
@@ -376,25 +383,3 @@ def _relative_to(config: Config, folder: Path) -> Config:
         if (p := getattr(part, key, None)) is not None and not p.is_absolute():
             update[section] = part.model_copy(update={key: base / p})
     return config.model_copy(update=update)
-
-
-def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int, reserve: int = 0) -> int:
-    """How many expert slots each layer gets; a size also pays for `reserve` records outside slots. Raises BudgetError for a budget that
-    holds none, or more than there are."""
-    value = experts.resident
-    if isinstance(value, int):
-        slots = value
-    elif value.strip().endswith("%"):
-        slots = int(num_experts * float(value.strip()[:-1]) / 100 + 1e-9)
-    else:
-        slots = min((parse_bytes(value) // record_bytes - reserve) // num_layers, num_experts)
-    if slots < 1:
-        raise BudgetError(f"experts.resident = {value} holds no expert of a layer",
-                          where=f"{num_experts} experts, {record_bytes} bytes each",
-                          expected=f"at least one slot per layer: {(num_layers + reserve) * record_bytes} bytes in all",
-                          do="raise experts.resident")
-    if slots > num_experts:
-        raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
-                          expected=f"1 to {num_experts} slots; all experts together are {num_layers * num_experts * record_bytes} bytes",
-                          do="lower experts.resident; if everything fits, home: local needs no slots")
-    return slots

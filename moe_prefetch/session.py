@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from . import config as config_module
-from .config import Config
+from .config import Config, load
 from .errors import BudgetError, ConfigError, SessionError, UnsupportedModelError
 from .experts.compute import LocalCompute, SlotCompute, check_hidden, check_silu
 from .experts.device import DeviceExperts
@@ -25,7 +24,7 @@ from .experts.homes import HostHome, MemoryStore
 from .experts.ledger import Ledger
 from .experts.mover import Drive, Mover, bounce_buffers
 from .experts.planner import Budget, cancellable
-from .experts.slots import SlotTable
+from .experts.slots import SlotTable, slots_per_layer
 from .experts.sources import LentSource
 from .experts.store import DiskStore, LocalStore, RecordLayout
 from .metrics import Metrics
@@ -56,7 +55,7 @@ def attach(model: Any, config: Config | dict[str, Any] | str | Path | None = Non
     """
     host = open_model(model)
     try:
-        return Session(host, config_module.load(config), forecaster, plan, runtime, progress)
+        return Session(host, load(config), forecaster, plan, runtime, progress)
     except MemoryError as e:
         raise BudgetError(f"memory for the slots can't be had: {e}", where="experts.resident", do="lower experts.resident") from e
     except RuntimeError:
@@ -139,8 +138,8 @@ class Session:
                                         expected="bfloat16 or float16 on a GPU", do="convert the model, or use home: local")
         if not gate_up.is_cuda:
             log.warning("experts.home: host is for GPUs: on a CPU it only costs memory; use local or disk")
-        self.num_slots = config_module.slots_per_layer(self.config.experts, num_layers=host.num_layers, num_experts=host.num_experts,
-                                                       record_bytes=layout.nbytes)
+        self.num_slots = slots_per_layer(self.config.experts, num_layers=host.num_layers, num_experts=host.num_experts,
+                                         record_bytes=layout.nbytes)
         self._ledger = Ledger(host.num_layers, layout.nbytes)
         self._store = MemoryStore(LentSource(host), HostHome(self._runtime), self._runtime, progress)
 
@@ -150,8 +149,8 @@ class Session:
         if devices := {t.device.type for t in parts.values()} - {"cpu"}:
             raise UnsupportedModelError(f"its experts are on {', '.join(devices)}", where="experts.home: disk",
                                         expected="weights on the CPU", do="load the model on the CPU, or use home: local")
-        self.num_slots = config_module.slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
-                                                       record_bytes=RecordLayout.of(parts).nbytes, reserve=bounce_buffers(experts.threads))
+        self.num_slots = slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
+                                         record_bytes=RecordLayout.of(parts).nbytes, reserve=bounce_buffers(experts.threads))
         folder, store = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-")), None
         try:
             store = DiskStore.obtain(folder, host, runtime, progress)

@@ -1,6 +1,9 @@
 """The command line: what it prints, its exit codes, and the exact set of its flags (they grow for ever otherwise)."""
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -57,3 +60,31 @@ def test_demo_ends_with_one_clear_paragraph(monkeypatch, tmp_path, error, code, 
     monkeypatch.setattr(demo, "run", fail)
     result = run(cli.app, ["demo", "--out", str(tmp_path / "r")])
     assert result.exit_code == code and words in result.output.replace("\n", " ") and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("verb", [["trace", "--out"], ["fit", "--quick", "--out"], ["demo", "--out"]])
+def test_where_nothing_can_be_written_no_work_is_begun(monkeypatch, tmp_path, verb):
+    """A file stands where a folder would have to be made."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("moe_prefetch.integrations.smolmoe.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    said = run(cli.app, [*verb, str(tmp_path / "file" / "x" / "y")])
+    assert said.exit_code == 1 and "nothing can be written there: Not a directory" in " ".join(said.stderr.split())
+
+
+def test_the_systems_errors_about_files_are_told_in_a_sentence(monkeypatch, tmp_path):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/some/file")
+
+    monkeypatch.setattr("moe_prefetch.probes.jobs.run_trace", full)
+    said = run(cli.app, ["trace", "--out", str(tmp_path)])
+    assert said.exit_code == 1 and "error: No space left on device [/some/file]. What to do:" in " ".join(said.stderr.split())
+
+
+@pytest.mark.parametrize("args", [["env"], ["--help"], ["validate", "FILE"]])
+def test_a_reader_that_leaves_is_no_fault(tmp_path, args):
+    """`moe-prefetch env | head -1`."""
+    (tmp_path / "c.yaml").write_text("")
+    args = [str(tmp_path / "c.yaml") if a == "FILE" else a for a in args]
+    with subprocess.Popen([sys.executable, "-m", "moe_prefetch.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        p.stdout.close()
+        assert "Traceback" not in p.stderr.read().decode() and p.wait() == 1

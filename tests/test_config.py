@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe_prefetch import config
-from moe_prefetch.config import Config, ExpertsConfig, load, parse_bytes, slots_per_layer
+from moe_prefetch.config import Config, ExpertsConfig, load, parse_bytes
 from moe_prefetch.errors import BudgetError, ConfigError
+from moe_prefetch.experts.slots import slots_per_layer
 
 
 def problems(source):
@@ -345,3 +346,9 @@ def test_the_schema_in_the_documents_is_the_schema():
 
     text = (Path(__file__).parents[1] / "docs/config.schema.json").read_text()
     assert json.loads(text) == Config.model_json_schema(), "write it anew: json.dumps(Config.model_json_schema(), indent=1)"
+
+
+def test_a_path_with_a_nul_is_refused(tmp_path):
+    (tmp_path / "c.yaml").write_text('experts: {home: disk, path: "a\\0b"}\nprobe: {path: "c\\0"}\n')
+    _, problems = config.examine(tmp_path / "c.yaml")
+    assert [p.split(" (")[0] for p in problems] == ["experts.path: a path can't contain a NUL", "probe.path: a path can't contain a NUL"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import IntegrityError
+from ..config import ExpertsConfig, parse_bytes
+from ..errors import BudgetError, IntegrityError
 from ..types import PROB_ONE, Demand, Lease, Residency, SlotState, SlotView
 
 # Decay of the recent load: a step weighs 1/8 (about the last 8 tokens in decode); integers, so equal everywhere.
@@ -173,3 +174,25 @@ class SlotTable:
                     seen[s.expert] = i
             if seen != self._where[layer]:
                 raise IntegrityError("the index does not match the slots", where=f"layer {layer}")
+
+
+def slots_per_layer(experts: ExpertsConfig, *, num_layers: int, num_experts: int, record_bytes: int, reserve: int = 0) -> int:
+    """How many expert slots each layer gets; a size also pays for `reserve` records outside slots. Raises BudgetError for a budget that
+    holds none, or more than there are."""
+    value = experts.resident
+    if isinstance(value, int):
+        slots = value
+    elif value.strip().endswith("%"):
+        slots = int(num_experts * float(value.strip()[:-1]) / 100 + 1e-9)
+    else:
+        slots = min((parse_bytes(value) // record_bytes - reserve) // num_layers, num_experts)
+    if slots < 1:
+        raise BudgetError(f"experts.resident = {value} holds no expert of a layer",
+                          where=f"{num_experts} experts, {record_bytes} bytes each",
+                          expected=f"at least one slot per layer: {(num_layers + reserve) * record_bytes} bytes in all",
+                          do="raise experts.resident")
+    if slots > num_experts:
+        raise BudgetError(f"experts.resident = {value} is more than the layer has", where=f"{num_experts} experts per layer",
+                          expected=f"1 to {num_experts} slots; all experts together are {num_layers * num_experts * record_bytes} bytes",
+                          do="lower experts.resident; if everything fits, home: local needs no slots")
+    return slots

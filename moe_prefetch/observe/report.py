@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,12 +108,7 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder))):
         raise ArtefactError("there is something that is not a report", where=str(folder), expected="an empty or new folder",
                             do="name another folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder.parent):
-            pass
-    except OSError as e:
-        raise ArtefactError(f"nothing can be written there: {e.strerror}", where=str(folder.parent), do="name another folder") from e
+    checkpoint.check_writable(folder.parent)
 
 
 def _is_report(folder: Path) -> bool:

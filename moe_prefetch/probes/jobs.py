@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checkpoint import check_writable
 from ..errors import ConfigError
 from ..runtime import REAL, Runtime
 from ..seam import open_model
@@ -85,6 +86,7 @@ def run_trace(model: str, out: Path, *, texts: Sequence[Path] = (), cap_mb: floa
     """Command `trace`: record hidden states and router decisions of `texts` (Python's documentation by default) into `out`, at most
     `cap_mb` megabytes and `tokens` tokens. Started again on the same folder with the same texts it goes on where it stopped."""
     words = read_texts(texts) or builtin_texts()
+    check_writable(out)
     loaded, tokenizer = load_model(model)
     writer = TraceWriter(out, open_model(loaded).gates, cap_bytes=int(cap_mb * 1e6), shard_tokens=shard_tokens, runtime=runtime)
     windows = text_windows(tokenizer, words, window)
@@ -141,6 +143,7 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
                           do="record a trace first: moe-prefetch trace")
     for folder in (*traces, *held_out):
         read_manifest(folder)
+    check_writable(out)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     started = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():

@@ -52,6 +52,12 @@ def test_calibration_refuses_what_are_no_token_ids(llama, ids: Any, kw: dict[str
         calibrate(llama, ids, **kw)
 
 
+def test_a_calibration_that_no_format_reads_is_refused(llama, tmp_path) -> None:
+    for kv in (KVConfig(format="fp8", calibration=tmp_path), KVConfig(format="fp8", layers={1: "fp16"}, calibration=tmp_path)):
+        with pytest.raises(ConfigError, match="no codebook"):
+            make_cache(llama.config, kv, OutlierStats({}))
+
+
 def test_a_calibration_that_lacks_layers_is_refused(llama, stats) -> None:
     part = OutlierStats({0: stats.layers[0]})
     with pytest.raises(ConfigError, match="not seen layer 1"):
@@ -153,8 +159,8 @@ def test_padding_that_comes_too_late_or_for_other_rows(llama) -> None:
 
 
 # sizes --------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("n", [0, -1])
-def test_a_fixed_size_must_hold_a_token(llama, n: int) -> None:
+@pytest.mark.parametrize("n", [0, -1, 2.5, "80"])
+def test_a_fixed_size_must_hold_a_token(llama, n: Any) -> None:
     with pytest.raises(ConfigError, match="max_length"):
         make_cache(llama.config, models.config("fp8"), max_length=n)
 
