@@ -103,6 +103,7 @@ class PagedCache(Cache):
     def check_integrity(self) -> None:
         """Raises IntegrityError for a layer's pages, CacheError for layers of unlike lengths, as a forward that broke off leaves."""
         held = {x.number: x.store.length for x in self._paged() if x.store is not None}
+        held |= {x.number: int(x.static.length[0]) for x in self._paged() if isinstance(x, StaticPagedLayer) and x.static is not None}
         if len(set(held.values())) > 1:
             raise CacheError(f"layers hold {sorted(set(held.values()))} tokens", where="KV cache", expected="as many in each",
                              do="reset the cache, or crop it to the least")  # fmt: skip
@@ -148,6 +149,11 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
     latent = getattr(text, "kv_lora_rank", None) or 0
     theirs = DynamicCache(config=model_config).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     paged = [n for n, x in enumerate(theirs) if type(x) is DynamicLayer]
+    if not paged:
+        raise ConfigError(
+            f"no layer of {text.model_type} keeps K and V in pages",
+            where="make_cache", expected="layers with full attention over a cache of transformers' plain kind", do="leave kv out",
+        )  # fmt: skip
     if own := [n for n in kv_config.layers if n not in paged]:
         raise ConfigError(
             f"kv.layers names decoder layer {own[0]}, which keeps transformers' own cache",

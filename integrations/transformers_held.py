@@ -6,8 +6,9 @@ are read, queries are taken to the latents instead, and the output from them: th
 
 from __future__ import annotations
 
-import types
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 MLA_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
+def as_they_are(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where autocast is on: a while without it. What a cache keeps, and the law of what is read, have dtypes of their own."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 @dataclass
 class Step:
     """What a step of decode left for attention: the store that took its tokens, and its own K and V [B, N, T, d] as they came."""
@@ -35,17 +42,25 @@ class Step:
     def all(self) -> Pair:
         """K and V [B, N, S, d] of all tokens: pages decoded, the step's own unrounded. Of an MLA layer: latents and rotary parts."""
         if self._all is None:
-            n = self.own[0].shape[2]
-            k, v = self.store.gather(self.own[0].dtype)
             if not self.store.layout.v_dim:
-                k, v = k.split([x.shape[3] for x in self.own], -1)
-            if isinstance(self.store, StaticStore):
-                at = self.store.length[0] - n + torch.arange(n, device=k.device)
-                self._all = k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
-            else:
-                k[:, :, -n:], v[:, :, -n:] = self.own
-                self._all = k, v
+                self.note("heads are made of all latents; give make_cache the model itself")
+            self._all = self._decoded()
         return self._all
+
+    def _decoded(self) -> Pair:
+        n = self.own[0].shape[2]
+        k, v = self.store.gather(self.own[0].dtype)
+        if not self.store.layout.v_dim:
+            k, v = k.split([x.shape[3] for x in self.own], -1)
+        if isinstance(self.store, StaticStore):
+            at = self.store.length[0] - n + torch.arange(n, device=k.device)
+            return k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
+        k[:, :, -n:], v[:, :, -n:] = self.own
+        return k, v
+
+    def trains(self) -> bool:
+        """Whether a weight that attention would use here wants a gradient."""
+        return False
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
         """Queries [B, H, T, d] over pages; FP32 [B, H, T, dv]."""
@@ -62,12 +77,15 @@ class LatentStep(Step):
 
     def all(self) -> Pair:
         if self._all is None:
-            self._all = type(self.module).expand_kv(self.module, *Step(self.store, self.own, self.note).all())
+            self._all = type(self.module).expand_kv(self.module, *self._decoded())
         return self._all
+
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and self.module.kv_b_proj.weight.requires_grad
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
         plain, rotary = query.split([self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], -1)
-        into, out_of = _sides(self.module)
+        into, out_of = (side.to(query.dtype) for side in _sides(self.module))
         out = super().attend(torch.cat([plain @ into, rotary], -1), **options)
         return out.to(query.dtype) @ out_of.mT
 
@@ -112,22 +130,36 @@ def _sides(module: Any) -> Pair:
 def _absorbs(module: Any) -> str:
     """Why queries can't be taken to the latents here; empty: they can. Asked at each step: an adapter may have come since."""
     made = module.kv_b_proj
-    if type(made) is not nn.Linear or made.bias is not None or not made.weight.is_floating_point() or made.weight.is_meta:
+    weight, shape = getattr(made, "weight", None), (module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
+    plain = type(made) is nn.Linear and made.bias is None and type(weight) in (nn.Parameter, torch.Tensor) and "forward" not in vars(made)
+    if not plain or not weight.is_floating_point() or weight.is_meta or weight.shape[0] % shape[0] or weight.shape[1] != shape[1]:
         return "kv_b_proj is no plain linear layer"
+    anywhere = nn.modules.module
     if made._forward_hooks or made._forward_pre_hooks or hasattr(made, "_hf_hook"):
         return "kv_b_proj has hooks"
-    return ""
+    return "every module has hooks" if anywhere._global_forward_hooks or anywhere._global_forward_pre_hooks else ""
 
 
-def _expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Pair:
-    """`expand_kv`, of which nothing is done where attention reads pages."""
-    if isinstance(kv_nope, Held):
-        why = _absorbs(module)
-        if not why:
-            step = kv_nope.step
-            return hold(LatentStep(step.store, step.own, step.note, module=module))
-        kv_nope.step.note(why)
-    return type(module).expand_kv(module, kv_nope, k_rot)  # type: ignore[no-any-return]
+class _Expand:
+    """`expand_kv` of one module, of which nothing is done where attention reads pages. In a file it is the module's own."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Pair:
+        if isinstance(kv_nope, Held):
+            step, why = kv_nope.step, _absorbs(self.module)
+            if not why:
+                return hold(LatentStep(step.store, step.own, step.note, module=self.module))
+            step.note(why)
+            kv_nope, k_rot = step._decoded()
+        return type(self.module).expand_kv(self.module, kv_nope, k_rot)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "expand_kv")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Expand:
+        return _Expand(copy.deepcopy(self.module, memo))
 
 
 def latent_layers(model: Any) -> list[Any]:
@@ -140,17 +172,20 @@ def latents_refused(model: Any, text: Any) -> str:
     if text.model_type not in MLA_MODELS:
         return f"MLA layers of {text.model_type} make heads of their latents before attention"
     layers = latent_layers(model)
+    if any(not isinstance(vars(m).get("expand_kv", _Expand), (_Expand, type)) for m in layers):
+        return "expand_kv is the caller's own"
     return next(filter(None, map(_absorbs, layers)), "") if layers else f"no MLA layers were found in {type(model).__name__}"
 
 
 def absorb(model: Any) -> None:
-    """Let MLA layers leave latents as they are where a step may read pages. Methods of the instances: the library has no registry for
-    what stands between cache and attention."""
+    """Let MLA layers leave latents as they are where a step may read pages. On the instances: the library has no registry for what stands
+    between cache and attention."""
     for module in latent_layers(model):
-        module.expand_kv = types.MethodType(_expand_kv, module)
+        vars(module).setdefault("expand_kv", _Expand(module))
 
 
 def release(model: Any) -> None:
     """Undo `absorb`."""
     for module in latent_layers(model):
-        module.__dict__.pop("expand_kv", None)
+        if isinstance(vars(module).get("expand_kv"), _Expand):
+            del module.expand_kv

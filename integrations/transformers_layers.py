@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
-from moe_prefetch.integrations.transformers_held import Step, hold
+from moe_prefetch.integrations.transformers_held import Step, as_they_are, hold
 from moe_prefetch.integrations.transformers_pages import reads_pages
 from moe_prefetch.kv.codec import make_coding, prompt_book, turns_keys
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
@@ -108,6 +108,10 @@ class PagedLayer(CacheLayerMixin):
             self.store.set_pads(pads)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with as_they_are(key_states):
+            return self._update(key_states, value_states)
+
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         store = self.store
@@ -124,10 +128,20 @@ class PagedLayer(CacheLayerMixin):
         return torch.cat([past_k, key_states], 2), torch.cat([past_v, value_states], 2)
 
     def _direct(self, key_states: torch.Tensor) -> bool:
-        """Whether attention may read this step from the store."""
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        mine = self.kv.attention != "tensors" and reads_pages(self.text)
-        return mine and not traced and not key_states.requires_grad
+        """Whether attention may read this step from the store; where not, the report says so."""
+        why = ""
+        if not reads_pages(self.text):
+            why = f"the model's attention is {self.text._attn_implementation!r}" if self.kv.attention == "pages" else "-"
+        elif torch.compiler.is_compiling() or torch.jit.is_tracing():
+            why = "a step that is traced"
+        elif key_states.requires_grad:
+            why = "training"
+        if self.kv.attention == "tensors" or why == "-":
+            self.attention = "tensors"
+            return False
+        if why:
+            self._note(why)
+        return not why
 
     def _both(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V as pages keep them: of an MLA layer latent and rotary part are K, and there is no V."""
@@ -213,7 +227,7 @@ class StaticPagedLayer(PagedLayer):
         )
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.static is None:
             self.lazy_initialization(key_states, value_states)
         store = self.static

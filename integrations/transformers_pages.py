@@ -1,6 +1,6 @@
 """transformers' attention straight from the pages: steps of decode and speculative verify go to `kv_attend`, nothing is decoded first.
 
-    model.set_attn_implementation("moe_prefetch")        # `attach` and `make_cache(model, ...)` do this for `kv.attention: pages`
+    model.set_attn_implementation("moe_prefetch")    # `attach` and `make_cache(model, ...)` do this, and what MLA needs, for `kv.attention`
 
 An implementation in transformers' own registry, over `sdpa`: a cache of ours hands it a step's own K and V, which stand for all that is
 cached (`Held`); everything else goes on to `sdpa` as it came: other caches, prompts, training, masks that are not causal. A twin stands
@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError
-from moe_prefetch.integrations.transformers_held import Held, Step, absorb, latents_refused, release
+from moe_prefetch.integrations.transformers_held import Held, Step, absorb, as_they_are, latents_refused, release
 from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
 
@@ -95,7 +95,7 @@ def _refused(base: str, module: Any, step: Step, query: torch.Tensor, mask: torc
     """Why a step is left to the implementation beneath; empty: it is not."""
     if args or kw.get("position_bias") is not None:
         return "a position bias"
-    if kw.get("dropout") or query.requires_grad:
+    if kw.get("dropout") or query.requires_grad or step.trains():
         return "training"
     if kw.get("output_attentions"):
         return "output_attentions"
@@ -121,7 +121,8 @@ def _attention_over(base: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor
                     "softcap": kw.get("softcap") or 0.0,
                     "sink_H": None if (sinks := kw.get("s_aux")) is None else sinks.detach(),
                 }
-                return step.attend(query, **options).transpose(1, 2).to(query.dtype), None
+                with as_they_are(query):
+                    return step.attend(query, **options).transpose(1, 2).to(query.dtype), None
             key, value = step.all()
         own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(base, own)(module, query, key, value, attention_mask, *args, **kw)
@@ -137,7 +138,7 @@ for _name, _base in OVER.items():
 # switching on --------------------------------------------------------------------------------------------------------------
 @dataclass
 class _Lease:
-    """That a model's attention is ours: `before` is what it was, `users` how many still ask for it."""
+    """That attention under a config is ours: `before` is what it was, `users` how many still ask for it, for all models of the config."""
 
     before: str
     users: int = 0
@@ -159,17 +160,23 @@ class Served:
         if lease is None:
             return
         lease.users -= 1
-        if not lease.users:
-            _LEASES.pop(self.model, None)
-            if reads_pages(self.model.config.get_text_config(decoder=True)):
-                _set(self.model, lease.before)
+        if lease.users:
+            return
+        models = [model for model, now in _LEASES.items() if now is lease]
+        for model in models:
+            del _LEASES[model]
+            release(model)
+        # Else it was switched off meanwhile, and on by others.
+        if models and reads_pages(self.model.config.get_text_config(decoder=True)):
+            _set(self.model, lease.before)
 
 
 def _set(model: Any, name: str) -> None:
     config, text = model.config, model.config.get_text_config(decoder=True)
     part = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
     model.set_attn_implementation(name if part is None else {part: name})
-    (absorb if reads_pages(text) else release)(model)
+    if reads_pages(text):
+        absorb(model)
 
 
 @cache
@@ -222,8 +229,13 @@ def serve(model: Any, kv: KVConfig) -> Served:
     """
     name, says = choose(model, kv)
     text = model.config.get_text_config(decoder=True)
-    # Switched on before by another cache, or by the user himself: then it is not ours to take back.
-    lease = _LEASES.get(model) if kv.attention != "tensors" and reads_pages(text) else None
+    lease = None
+    if kv.attention != "tensors" and reads_pages(text):
+        # Switched on before by another cache (of a model with the same config, too), or by the user himself: not ours to take back.
+        lease = next((x for m, x in _LEASES.items() if m.config.get_text_config(decoder=True) is text), None)
+        absorb(model)
+        if lease is not None:
+            _LEASES[model] = lease
     if name is not None:
         before = text._attn_implementation
         _set(model, name)

@@ -106,22 +106,90 @@ class Adapter(torch.nn.Module):
         return self.base(x) * 1.5
 
 
-def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would() -> None:
+def adapter(linear: torch.nn.Linear, attention: Any) -> Any:
+    attention.kv_b_proj = Adapter(linear)
+
+
+def own_forward(linear: torch.nn.Linear, attention: Any) -> Any:
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight) * 1.5
+
+
+def hook(linear: torch.nn.Linear, attention: Any) -> Any:
+    return linear.register_forward_hook(lambda _m, _x, out: out * 1.5)
+
+
+def hook_everywhere(linear: torch.nn.Linear, attention: Any) -> Any:
+    return torch.nn.modules.module.register_module_forward_hook(lambda m, _x, out: out * 1.5 if m is linear else None)
+
+
+class Packed(torch.Tensor):
+    """A weight that is not what it looks like, as quantised ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            return func(args[0], args[1].as_subclass(torch.Tensor) * 1.5)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def packed(linear: torch.nn.Linear, attention: Any) -> Any:
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [adapter, own_forward, hook, hook_everywhere, packed])
+def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would(change: Any) -> None:
     model, ids = models.mla(), models.ids(100, 1)
-    cache = make_cache(model, models.config("fp8", attention="pages"))
-    attention = model.model.layers[0].self_attn
-    attention.kv_b_proj = Adapter(attention.kv_b_proj)
-    handle = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda _m, _x, out: out * 0.75)
+    before = make_cache(model, models.config("fp8", attention="pages"))
+    attention = model.model.layers[1].self_attn
+    handle = change(attention.kv_b_proj, attention)
+    try:
+        with torch.no_grad():
+            got = steps(model, before, ids)
+            said = [row["attention"] for row in before.report()]
+            assert said[1].startswith("tensors: ") and (said[0] == "pages" or change is hook_everywhere)
+            with pytest.raises(ConfigError, match=r"kv_b_proj|every module"):
+                serve(under_sdpa(model), models.config(attention="pages"))
+            want = steps(model, make_cache(model.config, models.config("fp8", attention="tensors")), ids)
+    finally:
+        _ = handle and handle.remove()
+    assert alike(got, want)
     with torch.no_grad():
-        got = steps(model, cache, ids)
-        said = [row["attention"] for row in cache.report()]
-        assert said == ["tensors: kv_b_proj is no plain linear layer", "tensors: kv_b_proj has hooks"]
-        with pytest.raises(ConfigError, match="no plain linear layer"):
-            serve(under_sdpa(model), models.config(attention="pages"))
-        want = steps(model, make_cache(model.config, models.config("fp8", attention="tensors")), ids)
-        assert alike(got, want)
-        handle.remove()
-        assert not alike(steps(model, make_cache(model.config, models.config("fp8")), ids), want)
+        plain = models.mla()
+        assert not alike(steps(plain, make_cache(plain.config, models.config("fp8")), ids), want)
+
+
+def test_an_expand_kv_of_the_callers_own_stays(mla: Any) -> None:
+    model, ids = models.mla(), models.ids(100, 1)
+    attention = model.model.layers[0].self_attn
+    attention.expand_kv = own = lambda k, r: tuple(x * 1.5 for x in type(attention).expand_kv(attention, k, r))
+    with pytest.raises(ConfigError, match="the caller's own"):
+        make_cache(model, models.config("fp8", attention="pages"))
+    want = steps(model, make_cache(model.config, models.config("fp8")), ids)
+    cache = make_cache(model.config, models.config("fp8", attention="pages"))
+    got = under(model, OURS, lambda: steps(model, cache, ids))
+    assert alike(got, want.detach()) and attention.expand_kv is own
+    assert "heads are made of all latents" in cache.report()[0]["attention"]
+
+
+def test_a_weight_that_alone_is_trained_gets_its_gradient() -> None:
+    model, ids = models.mla(), models.ids(100, 1)
+    model.requires_grad_(False)
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight.requires_grad_()
+    cache = make_cache(model, models.config("fp8", attention="pages"))
+    steps(model, cache, ids)[:, 90:].sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.any()
+
+
+def test_a_served_model_is_saved_as_it_was(mla: Any, tmp_path: Any) -> None:
+    cache = make_cache(mla, models.config("fp8", attention="pages"))
+    torch.save(mla, tmp_path / "model.pt")
+    del cache
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    loaded.set_attn_implementation("sdpa")
+    ids = models.ids(20)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, mla(ids).logits)
+    assert not [m for m in transformers_held.latent_layers(loaded) if isinstance(vars(m).get("expand_kv"), transformers_held._Expand)]
 
 
 def under_sdpa(model: Any) -> Any:
@@ -142,11 +210,41 @@ def test_what_was_switched_on_is_taken_back(mla: Any) -> None:
     first, second = (make_cache(mla, models.config("fp8", attention="pages")) for _ in range(2))
     assert "expand_kv" in vars(attention) and mla.config._attn_implementation == OURS
     twin = copy.deepcopy(mla)
-    assert twin.model.layers[0].self_attn.expand_kv.__self__ is twin.model.layers[0].self_attn
+    assert twin.model.layers[0].self_attn.expand_kv.module is twin.model.layers[0].self_attn
     del first
     assert "expand_kv" in vars(attention)
     del second
     assert "expand_kv" not in vars(attention) and mla.config._attn_implementation == "sdpa"
+    third = make_cache(mla, models.config("fp8", attention="pages"))
+    mla.set_attn_implementation("eager")
+    del third
+    assert "expand_kv" not in vars(attention) and mla.config._attn_implementation == "eager"
+    mla.set_attn_implementation("sdpa")
+
+
+def test_models_that_share_a_config_are_served_and_given_back_together(mla: Any) -> None:
+    other = type(mla)(mla.config).eval()
+    first = make_cache(mla, models.config("fp8", attention="pages"))
+    second = make_cache(other, models.config("fp8", attention="pages"))
+    del first
+    with torch.no_grad():
+        steps(other, second, models.ids(100))
+    assert {row["attention"] for row in second.report()} == {"pages"}
+    del second
+    assert mla.config._attn_implementation == "sdpa"
+    assert not any("expand_kv" in vars(m) for x in (mla, other) for m in transformers_held.latent_layers(x))
+
+
+def test_autocast_leaves_what_is_cached_and_read_alone() -> None:
+    # Without experts, whose choice hangs on a bit.
+    model, ids = models.mla("youtu"), models.ids(100, 2)
+    for size in (None, 120):
+        cache = make_cache(model, models.config("fp8", attention="pages"), max_length=size)
+        plain = make_cache(model.config, models.config("fp8"), max_length=size)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            got, want = steps(model, cache, ids).float(), under(model, "sdpa", lambda plain=plain: steps(model, plain, ids)).float()
+        assert float((got - want).norm() / want.norm()) < 0.02
+        assert {row["attention"] for row in cache.report()} == {"pages"}
 
 
 def test_held_heads_are_all_heads_to_whoever_computes_with_them(mla: Any) -> None:

@@ -438,6 +438,20 @@ def test_auto_is_pages_on_a_gpu_where_attention_allows_it(llama, monkeypatch: py
     assert choose(mla, models.config()) == (OURS, "pages, over sdpa")
 
 
+def test_each_cache_takes_back_what_it_switched_itself(llama) -> None:
+    ids = models.ids(50)
+    first = make_cache(llama, models.config(attention="pages"))
+    llama.set_attn_implementation("sdpa")
+    models.generate(llama, ids, first, n=4)
+    assert first.report()[0]["attention"] == "tensors: the model's attention is 'sdpa'"
+    second = make_cache(llama, models.config(attention="pages"))
+    del first
+    models.generate(llama, ids, second, n=4)
+    assert llama.config._attn_implementation == OURS and {row["attention"] for row in second.report()} == {"pages"}
+    del second
+    assert llama.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize(("before", "reason"), [("eager", "eager attention"), ("flex_attention", "left as it is")])
 def test_what_can_not_be_served_says_why(llama, before: str, reason: str) -> None:
     llama.set_attn_implementation(before)
