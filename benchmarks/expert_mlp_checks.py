@@ -4,8 +4,9 @@ usage: python benchmarks/expert_mlp_checks.py [--replays N] [--cases REGEX]     
 
 1. error against the law in FP64 for every model's form and 1 to 300 tokens;
 2. a token's bits do not depend on its neighbours, whatever the number of tokens (and so the width of tiles);
-3. captured graphs, of bf16 and of MXFP4 at one, a few and more tokens, replayed with other ids (masked and repeated ones among them),
-   weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for anything;
+3. captured graphs, of bf16 at few and at many tokens and of MXFP4 at one, a few and more, replayed with other ids (masked and repeated
+   ones among them), weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for
+   anything;
 4. local memory, page-locked host memory and, with two GPUs, the other GPU's memory give the same bits;
 5. bytes between records stay as they were.
 `compute-sanitizer --tool memcheck python benchmarks/expert_mlp_checks.py --replays 3 --cases 'mxfp4|bf16 bias|replays'` is the sixth.
@@ -33,7 +34,9 @@ SMALL = {
     "mxfp4": Model(Form("mxfp4", 160, 96, "bfloat16"), 16, 4, limit=7.0),
 }
 MXFP4 = Model(Form("mxfp4", 672, 480, "bfloat16"), 24, 4, limit=7.0)
-REPLAYED = (("bf16", Model(Form("bfloat16", 512, 384), 24, 4), 9), ("mxfp4", MXFP4, 1), ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40))
+MANY = Model(Form("bfloat16", 512, 1032), 6, 3)
+REPLAYED = (("bf16", Model(Form("bfloat16", 512, 384), 24, 4), 9), ("bf16", MANY, 700), ("mxfp4", MXFP4, 1),
+            ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40))
 FAULTS: list[str] = []
 
 

@@ -65,7 +65,8 @@ def kernels(name: str) -> dict[str, tuple[object, dict[str, object], int]]:
     if tokens == "1":
         wide = triton.next_power_of_2(top_k)
         out["plan"] = (fused.plan, {"K": top_k, "KP": wide, "CT": fused.CHUNK, "PDL": True}, 4)
-        out["combine"] = (fused.combine, {"E": experts, "K": top_k, "KP": wide, "D": form.hidden, "BD": 256, "PDL": True}, 4)
+        sizes = {"E": experts, "K": top_k, "KP": wide, "D": form.hidden, "BD": 256}
+        out["combine"] = (fused.combine, {"place_ptr": None, **sizes, "PDL": True}, 4)
     return out
 
 

@@ -1,9 +1,11 @@
-"""Compile the Gluon kernels of pages and of MLA for sm_90 and say what their machine code is like. No GPU is needed.
+"""Compile the Gluon kernels of pages, of MLA and of experts for many tokens for sm_90 and say what their machine code is like. No GPU is
+needed.
 
 usage: python tests/kernels/gluon_code.py [NAME ...]
 
-One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over tiles), products (tensor instructions), lookups (8-byte
-loads from shared memory), spills, registers.
+One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over tiles; experts: of a step with tiles of full width),
+products (tensor instructions), lookups (8-byte loads from shared memory), spills, registers; experts also copies (of the bulk kind, in the
+whole kernel) and wide (tensor instructions of 256 columns in a step).
 """
 
 from __future__ import annotations
@@ -52,23 +54,45 @@ def latent() -> str:
     return listing_of(next(k for k in kernels if k.metadata.name == "attend_latent"))
 
 
-CASES = {"encode_d64": lambda: encoder("fp4-72", 64), "encode_d128": lambda: encoder("fp4-quality", 128), "latent": latent}
+def experts(which: int) -> str:
+    import torch
+
+    from moe_prefetch.kernels.expert_mlp import fused, fused_prefill
+    from moe_prefetch.kernels.expert_mlp.record import Form
+
+    kernels = compile_only()
+    fused.PREFILL, fused_prefill.serves = True, lambda *a: True
+    ids = torch.zeros(1024, 2, dtype=torch.int64)
+    fused.launch(torch.zeros(1024, 4096, dtype=torch.bfloat16), ids, torch.zeros(1024, 2), torch.zeros(8, dtype=torch.int64),
+                 Form("bfloat16", 4096, 14336), 0.0, 1.0)
+    return listing_of([k for k in kernels if k.metadata.name == "product"][which])
+
+
+CASES = {
+    "encode_d64": lambda: encoder("fp4-72", 64), "encode_d128": lambda: encoder("fp4-quality", 128), "latent": latent,
+    "experts_gate_up": lambda: experts(0), "experts_down": lambda: experts(1),
+}
 
 
 def facts(name: str) -> dict[str, object]:
     code = CASES[name]()
     of = lambda body: sum("HGMMA" in t for t in body)  # noqa: E731
     body = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", code, re.M)
+    whole = body
     if name == "latent":
         body = max(loops(code), key=lambda b: (of(b), -len(b)))
+    if name.startswith("experts"):
+        body = min((b for b in loops(code) if any("HGMMA.64x256x16" in t for t in b)), key=len)
     count = lambda pattern: sum(bool(re.search(pattern, t)) for t in body)  # noqa: E731
+    more = {"copies": sum("UTMALDG" in t for t in whole), "wide": count(r"HGMMA\.64x256x16")} if name.startswith("experts") else {}
     return {
         "name": name,
         "instructions": len(body),
         "products": count("HGMMA|IMMA"),
         "lookups": count(r"LDS\.64"),
-        "spills": count(r"\b(STL|LDL)\b"),
+        "spills": sum(bool(re.search(r"\b(STL|LDL)\b", t)) for t in (whole if more else body)),
         "registers": int(re.search(r"REG:(\d+)", code)[1]),
+        **more,
     }
 
 

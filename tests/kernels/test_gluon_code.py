@@ -22,6 +22,9 @@ BUDGET = {
     "encode_d64": {"instructions": 4050, "products": 64, "lookups": 128, "spills": 0},
     "encode_d128": {"instructions": 4350, "products": 64, "lookups": 128, "spills": 4},
     "latent": {"instructions": 1190, "products": 68, "spills": 0},
+    # a step of one group of warps: 64 columns
+    "experts_gate_up": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
+    "experts_down": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
 }
 
 

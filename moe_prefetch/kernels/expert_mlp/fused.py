@@ -24,6 +24,13 @@ import triton.language as tl
 from .fused_elements import ASM, BF16, E8M0, FP8, FP16, FP32, MX, NONE, PLAIN, entry, multiply, narrow, numbers, wide
 from .record import Form
 
+# Gluon is experimental: another version's may differ
+GLUON = triton.__version__.startswith("3.6.")
+if GLUON:
+    from . import fused_prefill
+
+PREFILL = ASM.value and GLUON
+
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
 PROCESSORS = 132  # of a large chip
@@ -209,9 +216,10 @@ def down(h_ptr, ids_ptr, where_ptr, pair_ptr, count_ptr, y_ptr, T, E: tl.constex
 
 
 @triton.jit
-def combine(y_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-            PDL: tl.constexpr):
-    """out [T, D] = the sum over a token's experts, ascending, of weight times y; y [T K, D] in any type."""
+def combine(y_ptr, place_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr,
+            BD: tl.constexpr, PDL: tl.constexpr):
+    """out [T, D] = the sum over a token's experts, ascending, of weight times y; y [T K, D] in any type, a pair's row where `place` says,
+    if there is one."""
     t = tl.program_id(0).to(tl.int64)
     # Ids and weights were there before gate_up began.
     k_K = tl.arange(0, KP)
@@ -235,7 +243,10 @@ def combine(y_ptr, ids_ptr, weights_ptr, out_ptr, E: tl.constexpr, K: tl.constex
         there = tl.sum(here_K.to(tl.int32), 0) > 0
         k = tl.sum(tl.where(here_K, k_K, 0), 0)
         weight = tl.sum(tl.where(here_K, weight_K, 0.0), 0)
-        y_D = wide(tl.load(y_ptr + (t * K + k) * D + d_D, mask=(d_D < D) & there, other=0.0, cache_modifier=".cg"))
+        row = t * K + k
+        if place_ptr is not None:
+            row = tl.load(place_ptr + row, mask=there, other=0).to(tl.int64)
+        y_D = wide(tl.load(y_ptr + row * D + d_D, mask=(d_D < D) & there, other=0.0, cache_modifier=".cg"))
         acc_D = tl.where(there, acc_D + weight * y_D, acc_D)
     tl.store(out_ptr + t * D + d_D, narrow(acc_D, out_ptr.dtype.element_ty), mask=d_D < D)
 
@@ -336,12 +347,16 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     # Scratch: every element that is read has been written by this call.
     pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     count = torch.empty(experts, dtype=torch.int32, device=device)
-    h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
-    y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     pdl = {"launch_pdl": True} if PDL and ASM.value else {}
     if not direct(tokens):
         plan[(experts,)](ids_TK, pair, count, tokens, K=top_k, KP=triton.next_power_of_2(max(2, top_k)), CT=CHUNK, PDL=PDL and ASM.value,
                          num_warps=4, **pdl)
+    if PREFILL and fused_prefill.serves(form, hidden_TD.dtype, tokens, top_k, experts, device):
+        y, place = fused_prefill.launch(hidden_TD, pair, count, where_E, form, top_k, limit, alpha,
+                                        lambda n: items_of(tokens, top_k, experts, n), pdl)
+        return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype, place)
+    h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
+    y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     same, warps, programs = constants(form, "gate_up", experts, tokens, top_k)
     gate_up[(programs,)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha, CLAMPED=limit != 0, num_warps=warps, **same,
                          **pdl)
@@ -350,12 +365,14 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     return total(y, ids_TK, weights_TK, experts, hidden_TD.dtype)
 
 
-def total(y: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype) -> torch.Tensor:
-    """The last step: y [T K, D] of all pairs to [T, D]. Rows of pairs that do not count are not read."""
+def total(y: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, experts: int, dtype: torch.dtype,
+          place: torch.Tensor | None = None) -> torch.Tensor:
+    """The last step: y [T K, D] of all pairs to [T, D]. Rows of pairs that do not count are not read. place: see `combine`."""
     (tokens, top_k), hidden = ids_TK.shape, y.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
     on = PDL and ASM.value
     block = 512 if tokens > 8 else 256
-    combine[(tokens, -(-hidden // block))](y, ids_TK, weights_TK, out, E=experts, K=top_k, KP=triton.next_power_of_2(max(2, top_k)),
-                                           D=hidden, BD=block, PDL=on, num_warps=4, **({"launch_pdl": True} if on else {}))
+    combine[(tokens, -(-hidden // block))](y, place, ids_TK, weights_TK, out, E=experts, K=top_k,
+                                           KP=triton.next_power_of_2(max(2, top_k)), D=hidden, BD=block, PDL=on, num_warps=4,
+                                           **({"launch_pdl": True} if on else {}))
     return out
