@@ -7,6 +7,7 @@ Nothing heavy is imported until it is used, so that `moe-prefetch env` works whe
 """
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Config", "MoEPrefetchError", "Session", "attach"]
+
+# Imported from a checkout's folder, which goes before what is installed: `integrations` and `model_configs` lie beside the package there.
+if not Path(__file__).with_name("integrations").exists():
+    __path__.append(str(Path(__file__).parents[1]))
 
 _HOME = {"attach": "session", "Session": "session", "Config": "config", "MoEPrefetchError": "errors"}
 

@@ -199,12 +199,14 @@ def bench_kv_quality(
     import torch
 
     from .bench import kv_quality as job
-    from .bench.rows import Journal, append_rows, machine_name
+    from .bench.rows import Journal, append_rows, check_rows, machine_name
     from .observe.report import check_folder
     from .probes.jobs import builtin_texts, read_texts
 
     with _errors():
         check_folder(folder)
+        if rows:
+            check_rows(rows)
         schemes = job.EVERY if only == "all" else tuple(s.strip() for s in only.split(",")) if only else job.SHORT
         device = "cuda" if torch.cuda.is_available() else "cpu"
         words = (read_texts([text]) if text else builtin_texts())[0]

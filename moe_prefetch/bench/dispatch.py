@@ -45,7 +45,7 @@ from ..kernels.expert_mlp.naive import moe_records
 from ..kernels.expert_mlp.record import Form
 from .dispatch_ways import WAYS, Bank, MakeWays, Model, Way, nothing
 from .kv_attend import relative
-from .rows import Row, append_rows, choice
+from .rows import Row, append_rows, check_rows, choice
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 ROUTINGS = ("uniform", "zipf", "all-to-one", "real")
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print, more: 
     if not 1 < ranks <= there:
         raise ConfigError(f"{ranks} ranks and {there} {'GPUs' if cuda else 'processes at most'}", where="bench dispatch --gpus",
                           expected=f"2 ranks or more{', a GPU for each' * cuda}",
-                          do=f"pass --gpus with at most {there}{'; --device cpu checks the code without figures' * cuda}")
+                          do=f"pass --gpus with at most {there}" if there > 1 else "pass --device cpu: the code alone, no figures")
     models = MODELS if cuda else TINY
     todo = cases_of(models, ranks, a.cases, a.ids is not None, a.slots)
     if not todo:
@@ -347,6 +347,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print, more: 
                           do="see --help")
     if a.ids is not None:
         load_arrays(a.ids)
+    check_rows(a.out)
     machine = f"{ranks}x {torch.cuda.get_device_name(0)}" if cuda else "CPU"
     say(f"{len(todo)} cases, {ranks} ranks on {machine}; microseconds a layer" + (" / way there and back" if cuda else
         ": none, times of a CPU are no figures"))

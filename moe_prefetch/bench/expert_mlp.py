@@ -14,9 +14,9 @@ rounding of BF16; a token alone must have the same bits as among the others (`ba
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
@@ -24,8 +24,8 @@ from torch.nn.functional import linear
 from ..kernels.expert_mlp import fused, grouped
 from ..kernels.expert_mlp.naive import gated, moe_records, weights_of
 from ..kernels.expert_mlp.record import LINE, Form
-from .kv_attend import FIELDS, relative, set_constants, stamp_of, timed
-from .rows import choice
+from .kv_attend import relative, set_constants, stamp_of, timed
+from .rows import add_rows, check_rows, choice
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BOUND = 6e-3
@@ -198,18 +198,15 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     set_constants(fused, a.set, ap.error)
     wanted = choice(a.cases, "bench expert-mlp --cases")
     torch.manual_seed(0)
-    stamp, rows = stamp_of(a.commit), []
+    stamp = stamp_of(a.commit)
+    check_rows(Path(a.out))
     rate = copy_rate(DEVICE)
     say(f"copy within HBM: {rate / 1e12:.2f} TB/s read + write")
 
     def write(case: str, checked: str, figures: list[tuple[str, float, str]]) -> None:
-        rows.extend({"bench": "expert-mlp", "case": case, "metric": m, "value": f"{v:.4g}", "unit": u, **stamp, "checked": checked}
-                    for m, v, u in figures)
         # Written as it grows: a run that is cut off has not been for nothing.
-        with open(a.out, "w", newline="") as f:
-            w = csv.DictWriter(f, FIELDS)
-            w.writeheader()
-            w.writerows(rows)
+        add_rows(Path(a.out), [{"bench": "expert-mlp", "case": case, "metric": m, "value": f"{v:.4g}", "unit": u, **stamp,
+                                "checked": checked} for m, v, u in figures])
 
     write("hbm_copy", "a copy", [("gbps", rate / 1e9, "GB/s")])
     say(f"{'case':28s} {'us':>8s} {'of HBM':>7s} {'grouped':>8s} {'loop':>8s} {'ratio':>6s}  error (grouped_mm's)  alone")

@@ -11,11 +11,11 @@ over the decoded cache, on N(0, 1) data; a case whose error is above the bound g
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,11 +29,11 @@ from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
 from ..kv import format as kv_format
 from ..kv.format import PAGE, PageLayout, format_of, layout_for
-from .rows import choice
+from .rows import COLUMNS, add_rows, check_rows, choice
 from .timing import replay_us
 
 SINKS, WINDOW, COLD = 4, 64, 400e6
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
+FIELDS = COLUMNS
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
     cases = choice(a.cases, "bench kv-attend --cases")
     torch.manual_seed(0)
     stamp = stamp_of(a.commit)
-    rows: list[dict[str, object]] = []
+    check_rows(Path(a.out))
     say(f"{'case':26s} {'us':>7s} {'GB/s':>6s} {'SDPA':>7s} {'x':>5s} {'bytes':>6s}  err / peaky")
     for case in CASES:
         wanted = [k for k in a.kinds.split(",") if cases.search(f"{case.name}_{k}")]
@@ -288,29 +288,16 @@ def main(argv: list[str] | None = None, say: Callable[..., None] = print) -> int
             if not (a.no_check or (err <= 2e-3 and peaky <= 4e-3)):
                 say(f"  {name}: wrong, no row", flush=True)
                 continue
-            for metric, value, unit in (
-                ("us", us, "us"),
-                ("gbps", moved / us / 1e3, "GB/s"),
-                ("speedup_vs_sdpa", sdpa / us, "x"),
-                ("sdpa_us", sdpa, "us"),
-                ("bytes_saved", 1 - moved / fp16, "share"),
-                ("error_peaky", peaky, "relative"),
-            ):
-                rows.append(
-                    {
-                        "bench": "kv-attend",
-                        "case": name,
-                        "metric": metric,
-                        "value": f"{value:.4g}",
-                        "unit": unit,
-                        **stamp,
-                        "checked": f"error {err:.2e}",
-                    }
-                )
+            figures = {
+                "us": (us, "us"),
+                "gbps": (moved / us / 1e3, "GB/s"),
+                "speedup_vs_sdpa": (sdpa / us, "x"),
+                "sdpa_us": (sdpa, "us"),
+                "bytes_saved": (1 - moved / fp16, "share"),
+                "error_peaky": (peaky, "relative"),
+            }
+            whose = {"bench": "kv-attend", "case": name, **stamp, "checked": f"error {err:.2e}"}
+            add_rows(Path(a.out), [{**whose, "metric": m, "value": f"{value:.4g}", "unit": unit} for m, (value, unit) in figures.items()])
             del caches
             torch.cuda.empty_cache()
-    with open(a.out, "w", newline="") as f:
-        w = csv.DictWriter(f, FIELDS)
-        w.writeheader()
-        w.writerows(rows)
     return 0

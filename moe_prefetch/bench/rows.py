@@ -6,6 +6,7 @@ import csv
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import check_writable
 from ..errors import ArtefactError, ConfigError
 
+BEGINS = b'{"of": '
 COLUMNS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 
 
@@ -40,21 +43,29 @@ class Journal:
         self.path = paths[0] if paths else None
         self.known: dict[str, dict[str, Any]] = {}
         for path in paths:
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            for number, line in enumerate(lines, 1):
-                try:
-                    entry = json.loads(line)
-                    self.known[self._key(entry["of"])] = dict(entry["found"])
-                except (ValueError, KeyError, TypeError) as e:
-                    if number < len(lines) or line.endswith("\n"):
-                        raise ArtefactError(
-                            "not a journal of measurements",
-                            where=f"{path}:{number}",
-                            expected="one JSON object a line",
-                            do="name another file",
-                        ) from e
-        if self.path is not None and self.path.exists() and not self.path.read_text().endswith("\n"):
-            self.path.write_text("".join(x for x in self.path.read_text().splitlines(keepends=True) if x.endswith("\n")))
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        kept, size = 0, path.stat().st_size if path.exists() else 0
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if size or path.is_dir() else []
+        except OSError as e:
+            raise ArtefactError(f"a journal can't be read: {e.strerror}", where=str(path), do="name another file") from e
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                self.known[self._key(entry["of"])] = dict(entry["found"])
+                kept += len(line)
+            except (ValueError, KeyError, TypeError) as e:
+                # A last line that was cut off begins as ours do.
+                if number < len(lines) or line.endswith(b"\n") or line[: len(BEGINS)] != BEGINS[: len(line)]:
+                    raise ArtefactError("not a journal of measurements", where=f"{path}:{number}", expected="one JSON object a line",
+                                        do="name another file") from e  # fmt: skip
+        if path == self.path and kept < size:
+            os.truncate(path, kept)
+        elif path == self.path and lines and not lines[-1].endswith(b"\n"):
+            with path.open("a") as f:
+                f.write("\n")
 
     @staticmethod
     def _key(of: Mapping[str, Any]) -> str:
@@ -86,18 +97,37 @@ def machine_name(device: str) -> str:
 
 def append_rows(path: Path, bench: str, rows: Sequence[Row], *, machine: str, commit: str, checked: str) -> None:
     """Append rows to a CSV, with a header when it is new. `checked` names the test that proves what was measured."""
-    versions = []
+    versions = {}
     for package in ("torch", "triton"):
         try:
-            versions.append(importlib.metadata.version(package))
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions.append("")
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+            versions[package] = ""
+    day = datetime.date.today().isoformat()
+    stamp = {"machine": machine, **versions, "commit": commit, "date": day, "checked": checked}
+    add_rows(path, [{"bench": bench, "case": r.case, "metric": r.metric, "value": f"{r.value:.6g}", "unit": r.unit, **stamp} for r in rows])
+
+
+def check_rows(path: Path) -> None:
+    """Whether rows can be appended to `path`: a new file, or one of rows. Raises ArtefactError. To be asked before what is measured."""
+    check_writable(path.absolute().parent)
+    try:
+        with path.open(newline="") as f:
+            head = f.readline(1000)
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as e:
+        raise ArtefactError(f"rows can't be added: {getattr(e, 'strerror', None) or 'it is no text'}", where=str(path),
+                            do="name another file") from e  # fmt: skip
+    if head and head.strip().split(",") != list(COLUMNS):
+        raise ArtefactError("a file of something else than rows", where=str(path), expected=",".join(COLUMNS), do="name another file")
+
+
+def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows, each with all of COLUMNS, under a header when the file is new. Raises ArtefactError."""
+    check_rows(path)
     with path.open("a", newline="") as f:
-        write = csv.writer(f)
-        if new:
-            write.writerow(COLUMNS)
-        day = datetime.date.today().isoformat()
-        for r in rows:
-            write.writerow([bench, r.case, r.metric, f"{r.value:.6g}", r.unit, machine, *versions, commit, day, checked])
+        write = csv.DictWriter(f, COLUMNS)
+        if not f.tell():
+            write.writeheader()
+        write.writerows(rows)

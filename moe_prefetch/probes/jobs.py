@@ -35,8 +35,12 @@ def load_model(model: str) -> tuple[Any, Any]:
         raise ConfigError(f"no model at {model!r}", where="--model", expected="smolmoe, or a checkpoint folder",
                           do="download the checkpoint first")
     hf = importlib.import_module("transformers")
-    loaded = hf.AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
-    return loaded, hf.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    try:
+        loaded = hf.AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
+        return loaded, hf.AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"transformers can't load it: {' '.join(str(e).split())[:300]}", where=f"--model {model}",
+                          expected="a folder written by save_pretrained, with its tokenizer", do="download all of the checkpoint") from e
 
 
 def text_windows(tokenizer: Any, texts: Sequence[str], window: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from moe_prefetch.bench.rows import COLUMNS, Journal, Row, append_rows
+from moe_prefetch.bench.rows import COLUMNS, Journal, Row, append_rows, check_rows
 from moe_prefetch.errors import ArtefactError
 
 
@@ -29,6 +29,30 @@ def test_a_line_cut_off_by_a_kill_is_forgotten(tmp_path):
     assert Journal([path]).get({"n": 1}) == {"kl": 2.0}
 
 
+def test_a_last_line_without_its_end_is_kept_where_it_is_whole(tmp_path):
+    path = tmp_path / "j.jsonl"
+    Journal([path]).put({"n": 0}, {"kl": 1.0})
+    path.write_bytes(path.read_bytes()[:-1])
+    Journal([path]).put({"n": 1}, {"kl": 2.0})
+    again = Journal([path])
+    assert again.get({"n": 0}) == {"kl": 1.0} and again.get({"n": 1}) == {"kl": 2.0}
+
+
+@pytest.mark.parametrize("text", [b'{"dtype": "fp32"}', b'{"of', b"\xff\xfe\x00", b"\x00" * 30, b'{"offset": 1}'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, text):
+    """Without an end of line, too, as of a file cut off."""
+    path = tmp_path / "precious.json"
+    path.write_bytes(text)
+    if text == b'{"of':
+        assert not Journal([path]).known and path.read_bytes() == b""
+        return
+    with pytest.raises(ArtefactError, match="not a journal"):
+        Journal([path])
+    assert path.read_bytes() == text
+    with pytest.raises(ArtefactError, match="can't be read: Is a directory"):
+        Journal([tmp_path])
+
+
 @pytest.mark.parametrize("text", ["not json\n", "[1]\n", '{"of": {}}\n', '{"of": {}, "found": 3}\n'])
 def test_what_is_no_journal_is_refused(tmp_path, text):
     path = tmp_path / "j.jsonl"
@@ -45,3 +69,16 @@ def test_rows_are_appended_under_one_header(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert list(rows[0]) == list(COLUMNS) and [r["value"] for r in rows] == ["0.125", "0.25"]
     assert all(r["bench"] == "b" and r["commit"] == "c" and r["checked"] == "tests/t.py::t" and r["torch"] for r in rows)
+
+
+@pytest.mark.parametrize("text", [b"a,b\n1,2\n", b"\xff\xfe\x00\x01", b'{"x": 1}', ",".join(COLUMNS[:-1]).encode() + b"\n"])
+def test_rows_are_not_added_to_something_else(tmp_path, text):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text)
+    for call in (lambda: check_rows(path), lambda: append_rows(path, "b", [Row("c", "kl", 1.0, "")], machine="", commit="", checked="")):
+        with pytest.raises(ArtefactError, match="rows"):
+            call()
+    assert path.read_bytes() == text
+    with pytest.raises(ArtefactError, match="Is a directory"):
+        check_rows(tmp_path)
+    check_rows(tmp_path / "new" / "rows.csv")
