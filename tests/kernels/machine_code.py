@@ -60,9 +60,10 @@ CASES = {
 
 def machine_code(name: str) -> str:
     if name.startswith("decode_"):
-        _, dim, rows, outliers = CASES[name.removeprefix("decode_")]
+        case = name.removeprefix("decode_")
+        _, dim, rows, outliers = CASES[case.removeprefix("b64_")]
         kernels = compile_only()
-        call(8, 8, rows, dim, 32768, outliers, 0.0)
+        call(64 if case.startswith("b64_") else 8, 8, rows, dim, 32768, outliers, 0.0)
         return listing_of(next(k for k in kernels if k.metadata.name == "attend_decode"))
     fmt, dim, rows, outliers = CASES[name]
     layout = PageLayout(FORMATS[fmt], dim, dim, outliers)
