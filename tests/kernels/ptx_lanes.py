@@ -29,15 +29,6 @@ def add_rz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(near.astype(np.float64) > exact, np.nextafter(near, F32(0)), near)
 
 
-def louder(a: np.ndarray, b: np.ndarray, kind: str) -> np.ndarray:
-    """Packed max.NaN.xorsign.abs, magnitudes as integers: NaN are the largest."""
-    x, y = a.view(np.uint16) & 0x7FFF, b.view(np.uint16) & 0x7FFF
-    sign = (a.view(np.uint16) ^ b.view(np.uint16)) & 0x8000
-    most = np.maximum(x, y)
-    nan = most > {"bf16": 0x7F80, "f16": 0x7C00}[kind]
-    return np.where(nan, 0x7FFF, most | sign).astype(np.uint16).view(U32)
-
-
 def product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
     """mma.m16n8k32 of unsigned bytes."""
     A, B = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
@@ -49,6 +40,16 @@ def product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> li
             B[4 * t + 16 * r + i, g] = b[r] >> U32(8 * i) & U32(255)
     D = A @ B
     return [(c[i] + D[g + i // 2 * 8, 2 * t + i % 2]).astype(U32) for i in range(4)]
+
+
+def bf16_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Packed; a NaN is 0x7FFF."""
+    x, y, z = (np.stack([v << U32(16), v & U32(0xFFFF0000)], 1).view(F32).astype(np.float64) for v in (a, b, c))
+    with np.errstate(all="ignore"):
+        s = (x * y + z).astype(F32)
+    u = s.view(U32)
+    u = np.where(np.isnan(s), U32(0x7FFF), (u + U32(0x7FFF) + (u >> U32(16) & U32(1))) >> U32(16)).astype(U32)
+    return u[:, 0] | u[:, 1] << U32(16)
 
 
 class Warp:
@@ -112,25 +113,26 @@ class Warp:
             self.put(d, self.compute(op, [self.value(x) for x in v] if op[:4] != "shfl" else [self.value(v[0])], v), mine)
 
     def compute(self, op: str, v: list[np.ndarray], raw: list[str]) -> np.ndarray:
-        f = [x.astype(U32).view(F32) for x in v]
+        f, i = ([x.astype(U32).view(kind) for x in v] for kind in (F32, np.int32))
         simple: dict[str, Callable[[], np.ndarray]] = {
             "mov.b32": lambda: v[0], "mov.u32": lambda: v[0], "mov.f32": lambda: v[0], "cvt.u64.u32": lambda: v[0],
             "and.b32": lambda: v[0] & v[1], "shl.b32": lambda: v[0] << v[1], "shr.u32": lambda: v[0] >> v[1],
-            "shr.b32": lambda: v[0] >> v[1],
+            "shr.b32": lambda: v[0] >> v[1], "shr.s32": lambda: (i[0] >> i[1]).view(U32), "or.b32": lambda: v[0] | v[1],
+            "sub.s32": lambda: v[0] - v[1], "min.s32": lambda: np.minimum(i[0], i[1]).view(U32), "max.u32": lambda: np.maximum(v[0], v[1]),
+            "setp.lt.s32": lambda: i[0] < i[1],
             "add.u32": lambda: v[0] + v[1], "sub.u32": lambda: v[0] - v[1], "mul.lo.u32": lambda: v[0] * v[1],
-            "mad.lo.u32": lambda: v[0] * v[1] + v[2], "min.u32": lambda: np.minimum(v[0], v[1]),
+            "mad.lo.u32": lambda: v[0] * v[1] + v[2], "mad.lo.s32": lambda: v[0] * v[1] + v[2], "min.u32": lambda: np.minimum(v[0], v[1]),
             "abs.f32": lambda: v[0] & U32(0x7FFFFFFF), "max.f32": lambda: np.fmax(f[0], f[1]).view(U32),
             "min.f32": lambda: np.fmin(f[0], f[1]).view(U32), "mul.f32": lambda: (f[0] * f[1]).view(U32),
             "add.rz.f32": lambda: add_rz(f[0], f[1]).view(U32), "setp.ne.u32": lambda: v[0] != v[1], "setp.lt.f32": lambda: f[0] < f[1],
             "setp.gt.f32": lambda: f[0] > f[1], "setp.nan.f32": lambda: np.isnan(f[0]) | np.isnan(f[1]),
             "selp.b32": lambda: np.where(v[2] != 0, v[0], v[1]), "selp.f32": lambda: np.where(v[2] != 0, v[0], v[1]),
-            "abs.f16x2": lambda: v[0] & U32(0x7FFF7FFF), "max.f16x2": lambda: words(np.maximum(halves(v[0]), halves(v[1]))),
-            "min.f16x2": lambda: words(np.minimum(halves(v[0]), halves(v[1]))),
+            "min.xorsign.abs.f16x2": lambda: words(np.minimum(*(np.abs(halves(x)) for x in v))) | (v[0] ^ v[1]) & U32(0x80008000),
+            "mul.rn.f16x2": lambda: words(halves(v[0]) * halves(v[1])),
             "cvt.f32.f16": lambda: v[0].astype(np.uint16).view(F16).astype(F32).view(U32),
             "cvt.rn.f16x2.f32": lambda: words(np.stack([f[1], f[0]], 1).astype(F16)),
             "fma.rn.f16x2": lambda: words((halves(v[0]).astype(np.float64) * halves(v[1]) + halves(v[2])).astype(F16)),
-            "max.NaN.xorsign.abs.bf16x2": lambda: louder(v[0], v[1], "bf16"),
-            "max.NaN.xorsign.abs.f16x2": lambda: louder(v[0], v[1], "f16"),
+            "fma.rn.bf16x2": lambda: bf16_fma(v[0], v[1], v[2]),
         }  # fmt: skip
         if op in simple:
             return simple[op]()
@@ -140,7 +142,8 @@ class Warp:
             return np.bitwise_or.reduce(terms)
         if op == "prmt.b32":
             both = np.stack([v[0], v[1]], 1).view(np.uint8).reshape(32, 8)
-            return np.ascontiguousarray(both[:, [int(raw[2], 0) >> 4 * i & 7 for i in range(4)]]).view(U32).reshape(32)
+            pick = (v[2][:, None] >> (4 * np.arange(4)).astype(U32) & U32(7)).astype(np.int64)
+            return np.ascontiguousarray(np.take_along_axis(both, pick, 1)).view(U32).reshape(32)
         if op == "shfl.sync.bfly.b32":
             return v[0][LANES ^ int(raw[1])]
         assert op == "shfl.sync.idx.b32", op

@@ -19,8 +19,8 @@ if not fused.GLUON:
 
 # instructions at most; the others exactly, spills at most
 BUDGET = {
-    "encode_d64": {"instructions": 4050, "products": 64, "lookups": 128, "spills": 0},
-    "encode_d128": {"instructions": 4350, "products": 64, "lookups": 128, "spills": 4},
+    "encode_d64": {"instructions": 3900, "products": 64, "lookups": 132, "spills": 0},
+    "encode_d128": {"instructions": 4350, "products": 64, "lookups": 132, "spills": 16},
     "latent": {"instructions": 1190, "products": 68, "spills": 0},
     # a step of one group of warps: 64 columns
     "experts_gate_up": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_prefetch.kernels.kv_encode import assembly
+from moe_prefetch.kernels.kv_encode import assembly, fused_pages
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.records import shares
 
@@ -17,10 +17,9 @@ G, Q = LANES // 4, LANES % 4
 
 
 def table() -> np.ndarray:
-    """Shared memory, as `fused_pages.table_on` fills it."""
-    rows = torch.cat([law.error_table()[w, : 40 + 8 * w] for w in range(4)]).to(torch.uint8).view(torch.int32)
-    inverse = (8.0 / torch.arange(8, 16, dtype=torch.float32)).view(torch.int32)[:, None].repeat(1, 2)
-    out = torch.cat([rows, inverse]).repeat(1, 16).flatten().numpy().view(np.uint8)
+    """Shared memory, as programs fill it."""
+    rows = fused_pages.table_on(torch.device("cpu"))
+    out = torch.cat([rows[:208].repeat(1, 16).flatten(), rows[208:].flatten()]).numpy().view(np.uint8)
     return np.concatenate([np.zeros(START, np.uint8), out, np.full(4096, 0x7F, np.uint8)])
 
 
@@ -51,8 +50,8 @@ def test_scales_and_codes(blocks: int) -> None:
                 inputs[f"${outs + 2 * j + r}"] = u32(x[torch.from_numpy(G + 8 * r), ch])
                 inputs[f"${outs + 36 + 2 * j + r}"] = w[ch].numpy().astype(U32) << U32(8) * (G % 4).astype(U32)
         for r in (0, 1):
-            inputs[f"${outs + 32 + r}"] = (LANES % 16 * 8).astype(U32)
-            inputs[f"${outs + 34 + r}"] = np.full(32, START, U32)
+            inputs[f"${outs + 32 + r}"] = (LANES % 16 * 8 + START).astype(U32)
+            inputs[f"${outs + 34 + r}"] = np.full(32, 128, U32)
         found = Warp(shared).run(assembly.choose(blocks), inputs)
         mag = x.abs().unflatten(-1, (blocks, block))
         zero = mag.amax(-1) < law.TINY
@@ -73,6 +72,7 @@ def test_scales_and_codes(blocks: int) -> None:
             for r in (0, 1):
                 got = np.stack([words[f"${r}"], words[f"${2 + r}"]], 1).view(np.uint8)
                 rows, ch = torch.from_numpy(G + 8 * r)[:, None], torch.from_numpy(8 * Q + 32 * half)[:, None] + torch.arange(8)
+                got = got + np.uint8(1)
                 assert ((got >> 7 << 3 | got >> 1 & 7) == code[rows, ch].numpy()).all(), turn
 
 
@@ -80,19 +80,31 @@ def test_scales_and_codes(blocks: int) -> None:
 def test_numbers_are_cleaned_and_counted(kind: str, dtype: torch.dtype) -> None:
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 7e4, -1e30, 65504.0, -0.0, 1e-40, 3.0])
     for share in (0.0, 0.02, 0.5):
-        x = torch.where(torch.rand(32, 16) < share, odd[torch.randint(len(odd), (32, 16))], torch.randn(32, 16) * 100).to(dtype)
-        warp = Warp(np.ascontiguousarray(x.view(torch.int16).numpy()).view(np.uint8).reshape(-1))
+        shape = 32, 2, 2, 8
+        x = torch.where(torch.rand(shape) < share, odd[torch.randint(len(odd), shape)], torch.randn(shape) * 100).to(dtype)
+        # by half, lane and row
+        shared = np.zeros((2, 256, 16), np.uint8)
+        shared[:, :64] = x.permute(1, 0, 2, 3).contiguous().view(torch.int16).numpy().view(np.uint8).reshape(2, 64, 16)
+        warp = Warp(shared.reshape(-1))
         at = (LANES * 32).astype(U32)
-        found = warp.run(assembly.read(kind), {"$16": at, "$17": at + U32(16), "$18": at, "$19": at})
+        found = warp.run(assembly.read(kind), {"$32": at, "$33": at + U32(16), "$34": at, "$35": at})
         want, *counts = law.clean(x)
-        got = np.stack([found[f"${2 * j + r}"] for r in (0, 1) for j in range(8)], 1).view(np.float32)
-        assert (got.view(U32) == want.numpy().view(U32)).all()
+        got = np.stack([found[f"${2 * (8 * half + j) + r}"] for half in (0, 1) for r in (0, 1) for j in range(8)], 1).view(np.float32)
+        assert (got.view(U32) == want.numpy().reshape(32, 32).view(U32)).all()
         assert warp.counted.tolist() == [int(c) for c in counts]
 
 
+def test_bytes_of_scales() -> None:
+    for turn in range(200):
+        scale = (8 + torch.randint(0, 8, (32,))) * torch.exp2(torch.randint(-110, 20, (32,)).float())
+        factor = torch.randint(-110, 20, (32,)).clamp(min=int(torch.log2(scale.max())) - 12)
+        found = Warp(np.zeros(4, np.uint8)).run(assembly.scale_byte(), {"$1": u32(scale), "$2": u32(factor.int())})["$0"]
+        assert (found == law.scale_bytes(scale, factor).numpy()).all(), turn
+
+
 def test_both_planes_make_bytes() -> None:
-    lo, hi = (torch.randint(0, 1 << 32, (32,)).numpy().astype(U32) for _ in range(2))
-    nibble = lambda x: (x.view(np.uint8) >> 7 << 3) | (x.view(np.uint8) >> 1 & 7)  # noqa: E731
+    lo, hi = (torch.randint(0, 1 << 32, (32,)).numpy().astype(U32) & U32(0x8E8E8E8E) for _ in range(2))
+    nibble = lambda x: (x.view(np.uint8) >> 7 << 3) | (x.view(np.uint8) + np.uint8(1) >> 1 & 7)  # noqa: E731
     got = Warp(np.zeros(4, np.uint8)).run(assembly.bytes_of_planes(), {"$1": lo, "$2": hi})["$0"]
     want = law._byte(torch.from_numpy(nibble(lo)), torch.from_numpy(nibble(hi)))
     assert (got.view(np.uint8) == want.numpy()).all()

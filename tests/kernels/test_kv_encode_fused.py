@@ -87,19 +87,43 @@ class Assembly:
 
     def __init__(self) -> None:
         self.shared = torch.full((4 * 256, 8), float("nan"))
+        self.kept = [torch.zeros(64, 4, dtype=torch.int32)] * 4
 
     def slots(self, at: Tensor) -> torch.Tensor:
         assert (at.v % 16 == 0).all() and (at.v >= fused_tiles.STAGE.value).all()
         return (at.v - fused_tiles.STAGE.value) // 16
 
     def __call__(self, text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-        if "cp.async.cg" in text:
-            to, source, size = self.slots(args[0]), args[1], args[2].v.expand(64, 4)
-            at = torch.as_tensor(source.at)[..., None] + torch.arange(8)
-            self.shared[to] = torch.where((size == 16)[..., None], source.base.view(-1)[at].float(), 0.0)
+        if text.startswith("mov.b32 $0, $3"):
+            return tuple(args)
+        if "mad.lo.s32 t, $2, -8" in text:
+            return Tensor(law.scale_bytes(args[0].v.contiguous().view(torch.float32), torch.as_tensor(unwrap(args[1]))).int())
+        if "ld.global.nc.v2" in text:
             return 0
+        if "redux.sync.max" in text:
+            self.most = int(args[0].v.max())
+            return 0
+        if "bar.sync" in text:
+            return Tensor(torch.tensor(self.most))
+        if "ld.global.nc.v4" in text:
+            p = args[0]
+            return tuple(Tensor(p.base.view(-1)[int(p.at) + i]) for i in range(4))
+        if "cp.async.cg" in text:
+            to, source, step, first, count = self.slots(args[0]), args[1], args[2] // 16, args[3], int(args[4])
+            for part in range(8):
+                token = part // 4 * 64
+                on = ((first.v + token >= 0) & (first.v + token < count)).expand(64, 4)
+                at = torch.where(on, torch.as_tensor(source.at) + token * step + part // 2 % 2 * 32, 0)[..., None] + torch.arange(8)
+                self.shared[to + part // 4 * 512 + part // 2 % 2 * 256] = torch.where(on[..., None], source.base.view(-1)[at].float(), 0.0)
+            return 0
+        if text.startswith("st.shared.v4"):
+            self.kept = [y.v for y in args[1:]]
+            return 0
+        if text.startswith("ld.shared.v4"):
+            return tuple(Tensor(y) for y in self.kept)
         if "ld.shared.v4" in text:
-            x, *counts = law.clean(self.shared[self.slots(args[0])])
+            at = self.slots(args[0])
+            x, *counts = law.clean(torch.cat([self.shared[at], self.shared[at + 256]], -1))
             args[1].base.view(-1).add_(torch.stack(counts))
             return tuple(Tensor(y) for y in x.unbind(-1))
         x = [Tensor(torch.as_tensor(unwrap(y))) if not isinstance(y, Pointer) else y for y in args]
@@ -107,15 +131,16 @@ class Assembly:
             return 0
         if "mma.sync" in text:
             return chosen(x, len(dtype) - 1)
-        if "fma.rn.f16x2" in text:
+        if "min.xorsign" in text:
             code = torch.stack([rounded(y.v, x[8].v) for y in x[:8]], -1).long()
-            # bits 0 and 4 to 6 are anything
-            junk = torch.randint(0, 8, code.shape) << 4 | torch.randint(0, 2, code.shape)
-            words = ((code >> 3 << 7 | (code & 7) << 1 | junk).unflatten(-1, (2, 4)) << torch.arange(0, 32, 8)).sum(-1)
+            # 1 is added to a byte when it finds its place; bit 0 is anything
+            junk = torch.where(code & 7 == 0, 1, torch.randint(0, 2, code.shape))
+            words = ((code >> 3 << 7 | ((code & 7) << 1 | junk) - 1).unflatten(-1, (2, 4)) << torch.arange(0, 32, 8)).sum(-1)
             return Tensor(to_int32(words[..., 0])), Tensor(to_int32(words[..., 1]))
         a, b = (y.v.long() & 0xFFFFFFFF for y in x)
         if "0x70707070" in text:
-            return Tensor(to_int32((a << 3 & 0x70707070) | (b & 0x8E8E8E8E) | (a >> 7 & 0x01010101)))
+            both = ((a + 0x01010101) << 3 & 0x70707070) | (b + 0x01010101 & 0x8E8E8E8E) | (a >> 7 & 0x01010101)
+            return Tensor(to_int32(both))
         assert "0x5140" in text
         pick = lambda i: (a >> 8 * i & 0xFF) | (b >> 8 * i & 0xFF) << 8  # noqa: E731
         return Tensor(to_int32(pick(0) | pick(1) << 16)), Tensor(to_int32(pick(2) | pick(3) << 16))
@@ -156,7 +181,7 @@ def use_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
         names = {"assembly": assembly, "cache": cache, "torch": torch}
         kernel = Launch("encode_pages", fused_tiles.__file__, fused_pages.__file__, asm=Assembly(), names=names)
         monkeypatch.setattr(fused_pages, "encode_pages", kernel)
-        monkeypatch.setattr(fused_pages, "programs_on", lambda device: 3)
+        monkeypatch.setattr(fused_pages, "programs_on", lambda device: 9)
 
 
 @pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")

@@ -8,28 +8,45 @@ from __future__ import annotations
 
 
 def read(kind: str) -> str:
-    """Eight numbers each of two rows from shared memory, as FP32 without NaN and within FP16; what was not is counted at $18."""
-    out = ["{ .reg .b32 w<8>, m<4>, bad, none; .reg .f32 a, x<16>; .reg .pred p; .reg .b64 n; .reg .b16 l, h;"]
-    out += [f"ld.shared.v4.b32 {{w{4 * r}, w{4 * r + 1}, w{4 * r + 2}, w{4 * r + 3}}}, [${16 + r}];" for r in (0, 1)]
-    out += [f"max.NaN.xorsign.abs.{kind}x2 m{i}, w{2 * i}, w{2 * i + 1};" for i in range(4)]
-    out += [f"max.NaN.xorsign.abs.{kind}x2 m{i}, m{i}, m{i + 2};" for i in range(2)]
-    # the least pattern beyond 65504 and this make 0x8000
-    add = {"bf16": "0x38803880", "f16": "0x04000400"}[kind]
-    out += [f"max.NaN.xorsign.abs.{kind}x2 m0, m0, m1; and.b32 m0, m0, 0x7FFF7FFF; add.u32 m0, m0, {add};"]
-    out += ["and.b32 m0, m0, 0x80008000; setp.ne.u32 p, m0, 0;"]
-    for i in range(8):
+    """Sixteen numbers each of two rows from shared memory, as FP32 without NaN and within FP16; what was not is counted at $34."""
+    out = ["{ .reg .b32 w<16>, m<4>, bad, none, o, z; .reg .f32 a, x<32>; .reg .pred p; .reg .b64 n; .reg .b16 l, h; mov.b32 z, 0;"]
+    for r in (0, 1):
+        for half in (0, 1):
+            w = [f"w{8 * r + 4 * half + i}" for i in range(4)]
+            out += [f"ld.shared.v4.b32 {{{w[0]}, {w[1]}, {w[2]}, {w[3]}}}, [${32 + r}+{4096 * half}];"]
+    # sums of squares (FP16: of zeros) show what a lane has to look at, and more
+    by = (lambda i: f"w{i}") if kind == "bf16" else (lambda i: "z")
+    out += [f"fma.rn.{kind}x2 m{i % 2}, w{i}, {by(i)}, {'z' if i < 2 else f'm{i % 2}'};" for i in range(16)]
+    one, add = {"bf16": ("0x3F803F80", "0x30803080"), "f16": ("0x3C003C00", "0x04000400")}[kind]
+    out += [f"mov.b32 o, {one}; fma.rn.{kind}x2 m0, m1, o, m0;"]
+    out += [f"and.b32 m0, m0, 0x7FFF7FFF; add.u32 m0, m0, {add}; and.b32 m0, m0, 0x80008000; setp.ne.u32 p, m0, 0;"]
+    for i in range(16):
         if kind == "bf16":
             out += [f"shl.b32 m1, w{i}, 16; mov.b32 x{2 * i}, m1; and.b32 m1, w{i}, 0xFFFF0000; mov.b32 x{2 * i + 1}, m1;"]
         else:
             out += [f"mov.b32 {{l, h}}, w{i}; cvt.f32.f16 x{2 * i}, l; cvt.f32.f16 x{2 * i + 1}, h;"]
     out += ["@!p bra done; mov.u32 bad, 0; mov.u32 none, 0;"]
-    for i in range(16):
+    for i in range(32):
         out += [f"setp.nan.f32 p, x{i}, x{i}; @p mov.f32 x{i}, 0f00000000; @p add.u32 none, none, 1;",
                 f"abs.f32 a, x{i}; setp.gt.f32 p, a, 0f477FE000; @p add.u32 bad, bad, 1;",
                 f"min.f32 x{i}, x{i}, 0f477FE000; max.f32 x{i}, x{i}, 0fC77FE000;"]
-    out += ["cvt.u64.u32 n, bad; red.global.add.u64 [$18], n; cvt.u64.u32 n, none; red.global.add.u64 [$18+8], n; done:"]
-    out += [f"mov.f32 ${2 * j + r}, x{8 * r + j};" for j in range(8) for r in (0, 1)]
+    out += ["cvt.u64.u32 n, bad; red.global.add.u64 [$34], n; cvt.u64.u32 n, none; red.global.add.u64 [$34+8], n; done:"]
+    out += [f"mov.f32 ${2 * j + r}, x{16 * r + j};" for j in range(16) for r in (0, 1)]
     return " ".join([*out, "}"])
+
+
+def ask() -> str:
+    """Have a lane's numbers of four tokens copied: $8, counted from the first that is there, and 8, 64 and 72 more. $10 are there; others
+    become 0. Sixteen bytes lie from address $4 on and from 64 bytes further; those of the token 8 more $6 bytes further.
+    """
+    out = ["{ .reg .b64 a, b, c, d; .reg .b32 t, z; .reg .pred p; mov.b32 z, 0;",
+           "cvt.u64.u32 d, $6; add.u64 a, $4, d; shl.b64 d, d, 3; add.u64 b, $4, d; add.u64 c, a, d;"]
+    for to, source, on in (("$2", "$4", 0), ("$3", "a", 8), ("$2+8192", "b", 64), ("$3+8192", "c", 72)):
+        other = f"{to}+4096" if on < 64 else to.replace("8192", "12288")
+        out += [f"add.u32 t, $8, {on}; setp.lt.u32 p, t, $10; @p cp.async.cg.shared.global.L2::128B [{to}], [{source}], 16;",
+                f"@p cp.async.cg.shared.global.L2::128B [{other}], [{source}+64], 16;",
+                f"@!p st.shared.v4.b32 [{to}], {{z, z, z, z}}; @!p st.shared.v4.b32 [{other}], {{z, z, z, z}};"]
+    return " ".join([*out, "mov.u32 $0, 0; mov.u32 $1, 0; }"])
 
 
 def choose(blocks: int) -> str:
@@ -40,9 +57,9 @@ def choose(blocks: int) -> str:
     """
     out_n = 2 * blocks + 2
     regs = lambda i: (f"${out_n + 2 * i}", f"${out_n + 2 * i + 1}")  # noqa: E731
-    lane, start = regs(16)[0], regs(17)[0]
-    out = ["{ .reg .b32 a<4>, c<4>, z, s, t, u, ex, w; .reg .f32 f, g, r<4>; .reg .pred odd, low, tiny;",
-           f"mov.b32 z, 0; and.b32 t, {lane}, 8; setp.ne.u32 odd, t, 0; and.b32 t, {lane}, 16; setp.ne.u32 low, t, 0;"]
+    place, wide = regs(16)[0], regs(17)[0]
+    out = ["{ .reg .b32 a<4>, c<4>, z, s, t, u, ex, w; .reg .b32 b<4>; .reg .f32 f, g, r<4>; .reg .pred odd, low, tiny;",
+           f"mov.b32 z, 0; and.b32 t, {place}, 8; setp.ne.u32 odd, t, 0; and.b32 t, {place}, 16; setp.ne.u32 low, t, 0;"]
     cells = [(r, h) for r in (0, 1) for h in range(blocks)]
     name = {cell: f"r{i}" for i, cell in enumerate(cells)}
     each = 16 // blocks
@@ -63,35 +80,36 @@ def choose(blocks: int) -> str:
     out += [exchange("f32", "low", "max.f32", name[0, 0], name[1, 0], 2)]
     if blocks == 1:
         out += ["shfl.sync.bfly.b32 g, f, 1, 31, -1; max.f32 f, f, g;"]
-    # |x| + 2^(e + 11) and the window's first row, cut off, has the table's row in bits 7 to 14
+    # |x| + 2^(e + 18) and the window's first row (0, 40, 88 or 144), cut off, ends in the table's row
     out += ["setp.lt.f32 tiny, f, 0f0D800000; max.f32 f, f, 0f0D800000; mov.b32 s, f;"]
-    out += ["and.b32 ex, s, 0x7F800000; shr.u32 w, s, 21; and.b32 w, w, 3;"]
-    out += ["add.u32 t, w, 9; mul.lo.u32 t, t, w; shl.b32 t, t, 9; add.u32 t, t, ex; add.u32 t, t, 0x05800000; mov.b32 f, t;"]
+    out += ["and.b32 ex, s, 0x7F800000; shr.u32 t, s, 21; and.b32 t, t, 3; prmt.b32 t, 0x90582800, 0, t;"]
+    out += [f"and.b32 u, {place}, 0xFFFFFF80; shr.u32 w, s, 15; lop3.b32 w, w, 0xC0, u, 0xEA;"]
+    out += ["add.u32 t, t, ex; add.u32 t, t, 0x09000000; mov.b32 f, t;"]
     source = {cell: cell[0] * 2 + cell[1] for cell in cells}
     out += [f"shfl.sync.idx.b32 {name[cell]}, f, {source[cell]}, 0x1C1F, -1;" for cell in cells]
+    # times 128, its exponent's last bits remain above
+    base = {cell: f"b{i}" for i, cell in enumerate(cells)}
+    out += [f"mov.b32 t, {name[cell]}; and.b32 t, t, 0x7F800000; mad.lo.s32 {base[cell]}, t, -128, {place};" for cell in cells]
     for r, h in cells:
         for j in range(h * each, (h + 1) * each, 2):
             for i in (0, 1):
-                out += [f"abs.f32 f, {regs(j + i)[r]}; add.rz.f32 f, f, {name[r, h]}; mov.b32 t, f; lop3.b32 t, t, 0x7F80, {lane}, 0xEA;",
-                        f"add.u32 t, t, {start}; ld.shared.v2.b32 {{a{2 * i}, a{2 * i + 1}}}, [t];"]
+                out += [f"abs.f32 f, {regs(j + i)[r]}; add.rz.f32 f, f, {name[r, h]}; mov.b32 t, f; mad.lo.u32 t, t, {wide}, {base[r, h]};",
+                        f"ld.shared.v2.b32 {{a{2 * i}, a{2 * i + 1}}}, [t];"]
             sums = "{z, z, z, z}" if j == h * each else "{c0, c1, c2, c3}"
             weights = f"{{{regs(18 + j)[0]}, {regs(19 + j)[0]}}}"
             out += [f"mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {{c0, c1, c2, c3}}, {{a0, a1, a2, a3}}, {weights}, {sums};"]
         # candidates 0, 1, 4, 5 in even lanes, two more in odd ones
-        out += [f"mad.lo.u32 c{i}, c{i}, 8, {c};" for i, c in enumerate((0, 1, 4, 5))]
+        out += [f"mad.lo.u32 c{i}, c{i}, {wide}, {c};" for i, c in enumerate((0, 8, 32, 40))]
         out += [f"min.u32 c0, c0, c1; min.u32 c2, c2, c3; min.u32 c0, c0, c2; mov.b32 {name[r, h]}, c0;"]
     mine = []
     for h in range(blocks):
-        out += [f"mov.b32 a{h}, {name[0, h]}; mov.b32 c{h}, {name[1, h]}; selp.b32 a{h}, c{h}, a{h}, low; @odd add.u32 a{h}, a{h}, 2;"]
+        out += [f"mov.b32 a{h}, {name[0, h]}; mov.b32 c{h}, {name[1, h]}; selp.b32 a{h}, c{h}, a{h}, low; @odd add.u32 a{h}, a{h}, 16;"]
         mine += [f"a{h}"]
     if blocks == 2:
         out += [exchange("b32", "odd", "min.u32", "a0", "a1", 1)]
     else:
         out += ["shfl.sync.bfly.b32 u, a0, 1, 31, -1; min.u32 t, a0, u;"]
-    out += ["and.b32 t, t, 7; shl.b32 u, w, 1; add.u32 t, t, u; add.u32 t, t, 2;"]
-    out += ["shl.b32 s, t, 20; add.u32 s, s, ex; sub.u32 s, s, 0x01800000;"]
-    out += [f"and.b32 t, t, 7; shl.b32 t, t, 7; add.u32 t, t, {lane}; add.u32 t, t, {start}; ld.shared.b32 t, [t + 26624];"]
-    out += ["and.b32 u, s, 0x7F800000; sub.u32 t, t, u; add.u32 t, t, 0x40800000;"]
+    out += ["lop3.b32 t, t, 0x38, w, 0xEA; ld.shared.v2.b32 {s, t}, [t + 26624]; add.u32 s, s, ex; sub.u32 t, t, ex;"]
     out += ["selp.b32 t, 0, t, tiny; selp.b32 s, 0x09800000, s, tiny; mov.b32 f, t;"]
     out += [f"shfl.sync.idx.b32 ${2 * h + r}, f, {source[r, h]}, 0x1C1F, -1;" for r, h in cells]
     out += [f"mov.b32 ${out_n - 2}, s; mov.b32 ${out_n - 1}, s;"]
@@ -99,22 +117,49 @@ def choose(blocks: int) -> str:
 
 
 def codes() -> str:
-    """E2M1 codes of eight channels of two rows, as in `_codes` of fused_elements.py, but for bits 0 and 4 to 6, which are anything."""
-    out = ["{ .reg .f32 f, g; .reg .b32 v<4>, m<4>, z<4>, two, half, most;",
-           "mov.b32 two, 0x40004000; mov.b32 half, 0x38003800; mov.b32 most, 0x4E004E00;"]
+    """E2M1 codes of eight channels of two rows, a byte each: sign in bit 7, magnitude in bits 1 to 3 once 1 has been added to the byte.
+
+    y / scale * 2^-14 in FP16 has its exponent and first significand bit where E2M1 has them, subnormals included.
+    """
+    out = ["{ .reg .f32 f, g; .reg .b32 v<4>, tiny, most; mov.b32 tiny, 0x01000100; mov.b32 most, 0x4E004E00;"]
     for r in (0, 1):
         for i in range(4):
             a, b = f"${4 + 4 * i + r}", f"${6 + 4 * i + r}"
-            out += [f"mul.f32 f, {a}, ${20 + r}; mul.f32 g, {b}, ${20 + r}; cvt.rn.f16x2.f32 v{i}, g, f; abs.f16x2 m{i}, v{i};",
-                    f"min.f16x2 m{i}, m{i}, most; fma.rn.f16x2 z{i}, m{i}, half, two; max.f16x2 z{i}, z{i}, m{i};",
-                    f"add.u32 z{i}, z{i}, 0x01000100; lop3.b32 z{i}, v{i}, 0x80008000, z{i}, 0xEA;"]
-        out += [f"prmt.b32 ${r}, z0, z1, 0x7531; prmt.b32 ${2 + r}, z2, z3, 0x7531;"]
+            out += [f"mul.f32 f, {a}, ${20 + r}; mul.f32 g, {b}, ${20 + r}; cvt.rn.f16x2.f32 v{i}, g, f;",
+                    f"min.xorsign.abs.f16x2 v{i}, v{i}, most; mul.rn.f16x2 v{i}, v{i}, tiny;"]
+        out += [f"prmt.b32 ${r}, v0, v1, 0x7531; prmt.b32 ${2 + r}, v2, v3, 0x7531;"]
     return " ".join([*out, "}"])
+
+
+def give() -> str:
+    """The largest integer of a warp into its word of 16 bytes of shared memory at $2, which the last call did not take."""
+    return """{ .reg .b32 m, t, w; .reg .pred p; redux.sync.max.s32 m, $1, -1; mov.u32 t, %tid.x; and.b32 w, t, 31; setp.eq.u32 p, w, 0;
+        shr.u32 t, t, 5; shl.b32 t, t, 2; add.u32 t, t, $2; @p st.shared.b32 [t], m; mov.u32 $0, 0; }"""
+
+
+def take() -> str:
+    """The largest of four warps' integers, once all of them are there."""
+    return """{ .reg .b32 a<4>; bar.sync 0; ld.shared.v4.b32 {a0, a1, a2, a3}, [$1]; max.s32 a0, a0, a1; max.s32 a2, a2, a3;
+        max.s32 $0, a0, a2; }"""
+
+
+def scale_byte() -> str:
+    """E4M3 byte of a scale with bits $1 under a factor 2^$2."""
+    return """{ .reg .b32 t, e; .reg .pred p; shr.u32 t, $1, 20; mad.lo.s32 t, $2, -8, t; sub.s32 t, t, 960; setp.lt.s32 p, t, 8;
+        @!p bra done; shr.s32 e, t, 3; sub.s32 e, 1, e; min.s32 e, e, 31; and.b32 t, t, 7; or.b32 t, t, 8; shr.u32 t, t, e; max.u32 t, t, 1;
+        done: mov.b32 $0, t; }"""
+
+
+def spread() -> str:
+    """16 copies of the 8 bytes at $2, from $1 on in shared memory; no two lanes of eight write to the same banks at once."""
+    out = ["{ .reg .b32 a, b, l, t; ld.global.nc.v2.b32 {a, b}, [$2]; mov.u32 l, %laneid; shl.b32 l, l, 4;"]
+    out += [f"add.u32 t, l, {16 * i}; and.b32 t, t, 112; add.u32 t, t, $1; st.shared.v4.b32 [t], {{a, b, a, b}};" for i in range(8)]
+    return " ".join([*out, "mov.u32 $0, 0; }"])
 
 
 def bytes_of_planes() -> str:
     """Both planes of four bytes from codes as `codes` leaves them: low nibbles from the first, high ones from the second."""
-    return """{ .reg .b32 a, b; shl.b32 a, $1, 3; lop3.b32 a, a, 0x70707070, $2, 0xE2;
+    return """{ .reg .b32 a, b; mad.lo.u32 a, $1, 8, 0x08080808; add.u32 b, $2, 0x01010101; lop3.b32 a, a, 0x70707070, b, 0xE2;
         shr.b32 b, $1, 7; lop3.b32 $0, b, 0x01010101, a, 0xE2; }"""
 
 

@@ -332,7 +332,9 @@ def encode(
     channels, k_mean, k_gain, k_weight, v_gain, v_weight = book
     at = {k: v[0] for k, v in layout.offsets.items()}
     N, D, out = pool_PNb.shape[1], layout.k_dim, layout.outliers
-    tensors = (pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs_R4, channels, k_mean)
+    # a run is one load of 16 bytes
+    runs = runs_R4 if runs_R4.data_ptr() % 16 == 0 else runs_R4.clone()
+    tensors = (pool_PNb, k_TNd.contiguous(), v_TNd.contiguous(), runs, channels, k_mean)
     constants = {
         "N": N, "D": D, "OUT": out, "OUTP": triton.next_power_of_2(max(1, out)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"], "enable_fp_fusion": False,
@@ -347,10 +349,10 @@ def encode(
     on = pages and ASM.value
     prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, PDL=on, num_warps=1)
     if pages:
-        items = 2 * N * len(runs_R4)
-        fused_pages.encode_pages[(min(items, fused_pages.programs_on(dev)),)](
-            *tensors, v_gain, ready, counts, fused_pages.table_on(dev), items, **constants, num_warps=4, maxnreg=REGISTERS,
-            **({"launch_pdl": True} if on else {}))
+        programs, apart = fused_pages.grid(dev, N, len(runs_R4))
+        fused_pages.encode_pages[(programs,)](
+            *tensors, v_gain, ready, counts, fused_pages.table_on(dev), len(runs_R4), 128, apart, **constants, num_warps=4,
+            maxnreg=REGISTERS, **({"launch_pdl": True} if on else {}))
     else:
         encode_pages[(len(runs_R4), N, 2)](
             *tensors, v_gain, ready, counts, table_on(dev), **constants, num_warps=4, maxnreg=REGISTERS)

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from . import naive as law
 from .fused_tiles import (
     OWN,
+    SCRATCH,
     _ask,
     _bytes,
     _centred,
@@ -23,7 +24,11 @@ from .fused_tiles import (
     _columns,
     _finish,
     _gained,
+    _got,
+    _later,
     _outliers,
+    _outlying,
+    _put,
     _read,
     _shared,
     _store_k,
@@ -37,139 +42,169 @@ PROGRAMS = 4  # of 128 registers a thread and 44 KB of shared memory, on a multi
 
 
 @gluon.jit
-def _next(item, g, items, k_ptr, v_ptr, runs_ptr, N: gl.constexpr, D: gl.constexpr):
-    """What is read after group g of an item: side, row, slot, count, head, first channel."""
-    more = g + 1 < D // 64
-    then = gl.where(more, item, gl.minimum(item + gl.num_programs(0), items - 1))
-    run = runs_ptr + then // (2 * N) * 4
-    slot = gl.load(run + 1)
-    return then % 2, gl.load(run + 2) - slot, slot, gl.load(run + 3), then // 2 % N, gl.where(more, (g + 1) * 64, 0)
-
-
-@gluon.jit
-def _ask_next(then, k_ptr, v_ptr, start, N: gl.constexpr, D: gl.constexpr):
-    side, row, slot, count, n, first = then
-    if side == 0:
-        _ask(k_ptr, start, row, slot, count, n, first, N, D)
-    else:
-        _ask(v_ptr, start, row, slot, count, n, first, N, D)
+def _run(r, runs, runs_ptr):
+    """Of a run, or the last one: page, slot, row, count."""
+    page, slot, row, count = gl.inline_asm_elementwise(
+        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [(runs_ptr + gl.minimum(r, runs - 1) * 4).to(gl.int64)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)
+    return page, slot, row, count
 
 
 @gluon.jit
 def _keys(
-    item, items, record, row, slot, count, n, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, start, lane,
-    N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr, KS_AT: gl.constexpr, KO_AT: gl.constexpr,
-    TRAILER_AT: gl.constexpr,
+    r0, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, start, lane, wide,
+    N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_AT: gl.constexpr,
+    KO_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
-    # of the groups: lower and upper tokens of the first, of the last
-    s0_PQ = gl.zeros([32, 4], gl.int32, OWN)
-    s1_PQ = s0_PQ
-    s2_PQ = s0_PQ
-    s3_PQ = s0_PQ
-    fill = (record + TRAILER_AT + 8).to(gl.pointer_type(gl.int32))
-    filled = gl.load(fill)
-    old = gl.load((record + TRAILER_AT).to(gl.pointer_type(gl.int32)))
-    if OUT > 0:
-        out_TO = _outliers(row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, N, D, OUT, OUTP)
     words = ready_ptr + N * D + n * 4 * D
-    for g in range(D // 64):
-        at = n * D + g * 64
-        then = _next(item, g, items, k_ptr, v_ptr, runs_ptr, N, D)
-        w0 = _weights(words + g * 64, D)
-        w1 = _weights(words + g * 64 + 32, D)
-        _wait(start)
-        mine = ()
-        for upper in gl.static_range(2):
-            x0 = _centred(_read(start, 2 * upper, k_ptr, counts_ptr), _columns(k_mean_ptr + at))
-            x1 = _centred(_read(start, 2 * upper + 1, k_ptr, counts_ptr), _columns(k_mean_ptr + at + 32))
-            if upper == 1:
-                _ask_next(then, k_ptr, v_ptr, start, N, D)
-            y0 = _gained(x0, _columns(ready_ptr.to(gl.pointer_type(gl.float32)) + at))
-            y1 = _gained(x1, _columns(ready_ptr.to(gl.pointer_type(gl.float32)) + at + 32))
-            inverse0, inverse1, scale = _chosen(y0 + y1, w0 + w1, lane, start, 2)
-            c0, d0 = _codes(y0, inverse0)
-            c1, d1 = _codes(y1, inverse1)
-            _store_k(record + g * 32, gl.join(_bytes(c0, c1), _bytes(d0, d1)), upper * 64, slot, count, D)
-            mine = mine + (scale,)
-        s0_PQ = gl.where(g == 0, mine[0], s0_PQ)
-        s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
-        s2_PQ = mine[0]
-        s3_PQ = mine[1]
-    scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
-    _finish(record, KS_AT, TRAILER_AT, old, scales, slot, count, D // 32, 2)
+    gains = ready_ptr.to(gl.pointer_type(gl.float32)) + n * D
+    means = k_mean_ptr + n * D
     if OUT > 0:
-        _store_outliers(record, out_TO, slot, count, OUT, OUTP, KO_AT)
-    gl.store(fill, gl.maximum(filled, slot + count))
+        ch_O, mean_O = _outlying(n, channels_ptr, k_mean_ptr, D, OUT, OUTP)
+    turn = start + SCRATCH
+    page, slot, row, count = _run(r0, runs, runs_ptr)
+    for r in range(r0, runs, step):
+        then_page, then_slot, then_row, then_count = _run(r + step, runs, runs_ptr)
+        if count == 0:
+            # its page may be another run's
+            _wait(start)
+            _ask(k_ptr, start, then_row - then_slot, then_slot, then_count, n, 0, N, D)
+        else:
+            record = pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES
+            fill = (record + TRAILER_AT + 8).to(gl.pointer_type(gl.int32))
+            filled = gl.load(fill)
+            old = gl.load((record + TRAILER_AT).to(gl.pointer_type(gl.int32)))
+            if OUT > 0:
+                out_TO = _outliers(row - slot, slot, count, n, k_ptr, ch_O, N, D, OUTP)
+            # of the groups: lower and upper tokens of the first, of the last
+            s0_PQ = gl.zeros([32, 4], gl.int32, OWN)
+            s1_PQ = s0_PQ
+            s2_PQ = s0_PQ
+            s3_PQ = s0_PQ
+            for g in range(D // 64):
+                w = _weights(words + g * 64, D) + _weights(words + g * 64 + 32, D)
+                _wait(start)
+                mine = ()
+                for upper in gl.static_range(2):
+                    mean = _columns(means + g * 64) + _columns(means + g * 64 + 32)
+                    gain = _columns(gains + g * 64) + _columns(gains + g * 64 + 32)
+                    x = _read(start, upper, k_ptr, counts_ptr)
+                    if upper == 1:
+                        if g < D // 64 - 1:
+                            _ask(k_ptr, start, row - slot, slot, count, n, (g + 1) * 64, N, D)
+                        else:
+                            to_slot, to_row, to_count = _later(then_slot, then_row, then_count)
+                            _ask(k_ptr, start, to_row - to_slot, to_slot, to_count, n, 0, N, D)
+                    x = _centred(x, mean)
+                    y = _gained(x, gain)
+                    inverse0, inverse1, scale = _chosen(y, w, lane, start, wide, 2)
+                    c0, d0 = _codes(y[:8], inverse0)
+                    c1, d1 = _codes(y[8:], inverse1)
+                    _store_k(record + g * 32, gl.join(_bytes(c0, c1), _bytes(d0, d1)), upper * 64, slot, count, D)
+                    mine = mine + (scale,)
+                s0_PQ = gl.where(g == 0, mine[0], s0_PQ)
+                s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
+                s2_PQ = mine[0]
+                s3_PQ = mine[1]
+            scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
+            _finish(record, KS_AT, TRAILER_AT, old, scales, slot, count, start, turn, D // 32, 2)
+            if OUT > 0:
+                _store_outliers(record, out_TO, mean_O, slot, count, OUT, OUTP, KO_AT)
+            gl.store(fill, gl.maximum(filled, slot + count))
+            turn ^= 16
+        page = then_page
+        slot = then_slot
+        row = then_row
+        count = then_count
 
 
 @gluon.jit
 def _values(
-    item, items, record, row, slot, count, n, k_ptr, v_ptr, runs_ptr, v_gain_ptr, ready_ptr, counts_ptr, start, lane,
-    N: gl.constexpr, D: gl.constexpr, V_AT: gl.constexpr, VS_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
+    r0, runs, step, n, pool_ptr, v_ptr, runs_ptr, v_gain_ptr, ready_ptr, counts_ptr, start, lane, wide,
+    N: gl.constexpr, D: gl.constexpr, PAGE_BYTES: gl.constexpr, V_AT: gl.constexpr, VS_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
-    # of the groups: lower and upper tokens of the first, of the last
-    s0_PQ = gl.zeros([32, 4], gl.int32, OWN)
-    s1_PQ = s0_PQ
-    s2_PQ = s0_PQ
-    s3_PQ = s0_PQ
-    old = gl.load((record + TRAILER_AT + 4).to(gl.pointer_type(gl.int32)))
     words = ready_ptr + N * D + (N + n) * 4 * D
-    for g in range(D // 64):
-        at = n * D + g * 64
-        then = _next(item, g, items, k_ptr, v_ptr, runs_ptr, N, D)
-        w0 = _weights(words + g * 64, D)
-        w1 = _weights(words + g * 64 + 32, D)
-        _wait(start)
-        codes = ()
-        mine = ()
-        for upper in gl.static_range(2):
-            y0 = _gained(_read(start, 2 * upper, v_ptr, counts_ptr), _columns(v_gain_ptr + at))
-            y1 = _gained(_read(start, 2 * upper + 1, v_ptr, counts_ptr), _columns(v_gain_ptr + at + 32))
-            if upper == 1:
-                _ask_next(then, k_ptr, v_ptr, start, N, D)
-            inverse, scale = _chosen(y0 + y1, w0 + w1, lane, start, 1)
-            codes = codes + _codes(y0, inverse) + _codes(y1, inverse)
-            mine = mine + (scale,)
-        for i in gl.static_range(4):
-            _store_v(record + V_AT, _bytes(codes[i], codes[4 + i]), g * 64 + i // 2 * 32 + i % 2 * 4, slot, count)
-        s0_PQ = gl.where(g == 0, mine[0], s0_PQ)
-        s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
-        s2_PQ = mine[0]
-        s3_PQ = mine[1]
-    scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
-    _finish(record, VS_AT, TRAILER_AT + 4, old, scales, slot, count, D // 64, 1)
+    gains = v_gain_ptr + n * D
+    turn = start + SCRATCH
+    page, slot, row, count = _run(r0, runs, runs_ptr)
+    for r in range(r0, runs, step):
+        then_page, then_slot, then_row, then_count = _run(r + step, runs, runs_ptr)
+        if count == 0:
+            _wait(start)
+            _ask(v_ptr, start, then_row - then_slot, then_slot, then_count, n, 0, N, D)
+        else:
+            record = pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES
+            old = gl.load((record + TRAILER_AT + 4).to(gl.pointer_type(gl.int32)))
+            s0_PQ = gl.zeros([32, 4], gl.int32, OWN)
+            s1_PQ = s0_PQ
+            s2_PQ = s0_PQ
+            s3_PQ = s0_PQ
+            for g in range(D // 64):
+                w = _weights(words + g * 64, D) + _weights(words + g * 64 + 32, D)
+                _wait(start)
+                mine = ()
+                for upper in gl.static_range(2):
+                    gain = _columns(gains + g * 64) + _columns(gains + g * 64 + 32)
+                    x = _read(start, upper, v_ptr, counts_ptr)
+                    if upper == 1:
+                        low = _got(start)
+                        if g < D // 64 - 1:
+                            _ask(v_ptr, start, row - slot, slot, count, n, (g + 1) * 64, N, D)
+                        else:
+                            to_slot, to_row, to_count = _later(then_slot, then_row, then_count)
+                            _ask(v_ptr, start, to_row - to_slot, to_slot, to_count, n, 0, N, D)
+                    y = _gained(x, gain)
+                    inverse, scale = _chosen(y, w, lane, start, wide, 1)
+                    codes = _codes(y[:8], inverse) + _codes(y[8:], inverse)
+                    if upper == 0:
+                        _put(start, codes[0], codes[1], codes[2], codes[3])
+                    mine = mine + (scale,)
+                for i in gl.static_range(4):
+                    _store_v(record + V_AT, _bytes(low[i], codes[i]), g * 64 + i // 2 * 32 + i % 2 * 4, slot, count, g * (wide - 128))
+                s0_PQ = gl.where(g == 0, mine[0], s0_PQ)
+                s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
+                s2_PQ = mine[0]
+                s3_PQ = mine[1]
+            scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
+            _finish(record, VS_AT, TRAILER_AT + 4, old, scales, slot, count, start, turn, D // 64, 1)
+            turn ^= 16
+        page = then_page
+        slot = then_slot
+        row = then_row
+        count = then_count
 
 
-@gluon.jit(do_not_specialize=["items"])
+@gluon.jit(do_not_specialize=["runs", "wide", "apart"])
 def encode_pages(
-    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, items,
+    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, runs, wide, apart,
     N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr, PAGE_BYTES: gl.constexpr, V_AT: gl.constexpr,
     KS_AT: gl.constexpr, VS_AT: gl.constexpr, KO_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
-    """Runs of up to 128 tokens; an item is (run, head, K or V). While one is encoded, the next one's numbers come."""
+    """Runs of up to 128 tokens: a program takes K or V of one head of every so many. While one is encoded, the next one's numbers come.
+
+    `wide` is 128, a factor that the compiler must not know: else it shifts, which is slower here. Programs `apart` from each other may
+    share a multiprocessor; they take K and V in turn.
+    """
+    p = gl.program_id(0)
+    side = (p + p // apart) % 2
+    n = p % (2 * N) // 2
+    first = p // (2 * N)
+    step = gl.num_programs(0) // (2 * N)
     start, lane = _shared(table_ptr)
-    first = _next(gl.program_id(0) - gl.num_programs(0), D // 64, items, k_ptr, v_ptr, runs_ptr, N, D)
-    _ask_next(first, k_ptr, v_ptr, start, N, D)
-    # the book is ready
+    _, slot, row, count = _run(first, runs, runs_ptr)
+    if side == 0:
+        _ask(k_ptr, start, row - slot, slot, count, n, 0, N, D)
+    else:
+        _ask(v_ptr, start, row - slot, slot, count, n, 0, N, D)
+    # the table is there, and the book ready
+    gl.thread_barrier()
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [start], dtype=gl.int32, is_pure=False, pack=1)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        n = item // 2 % N
-        run = runs_ptr + item // (2 * N) * 4
-        slot = gl.load(run + 1)
-        row = gl.load(run + 2) - slot
-        count = gl.load(run + 3)
-        if count == 0:
-            # its page may be another run's
-            _wait(start)
-            _ask_next(_next(item, D // 64, items, k_ptr, v_ptr, runs_ptr, N, D), k_ptr, v_ptr, start, N, D)
-        else:
-            record = pool_ptr + (gl.load(run).to(gl.int64) * N + n) * PAGE_BYTES
-            if item % 2 == 0:
-                _keys(item, items, record, row, slot, count, n, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr,
-                      start, lane, N, D, OUT, OUTP, KS_AT, KO_AT, TRAILER_AT)
-            else:
-                _values(item, items, record, row, slot, count, n, k_ptr, v_ptr, runs_ptr, v_gain_ptr, ready_ptr, counts_ptr, start, lane,
-                        N, D, V_AT, VS_AT, TRAILER_AT)
+    if side == 0:
+        _keys(first, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, start, lane, wide,
+              N, D, OUT, OUTP, PAGE_BYTES, KS_AT, KO_AT, TRAILER_AT)
+    else:
+        _values(first, runs, step, n, pool_ptr, v_ptr, runs_ptr, v_gain_ptr, ready_ptr, counts_ptr, start, lane, wide,
+                N, D, PAGE_BYTES, V_AT, VS_AT, TRAILER_AT)
 
 
 def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor) -> bool:
@@ -180,14 +215,24 @@ def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor) -> bool:
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """What programs copy to their shared memory, int32 [216 rows, 16 copies, 2]."""
+    """What programs have in their shared memory, int32 [240, 2]: errors of 208 magnitudes, then for window w and candidate i what, with the
+    bits of 2^e, makes the scale and 4 / scale (`assembly.choose`).
+    """
     table = law.error_table()
     rows = torch.cat([table[w, : 40 + 8 * w] for w in range(law.WINDOWS)]).to(torch.uint8).view(torch.int32)
-    inverse = (8.0 / torch.arange(8, 16, dtype=torch.float32)).view(torch.int32)[:, None].repeat(1, 2)
-    return torch.cat([rows, inverse]).repeat(1, 16).to(device)
+    step = 2 + 2 * torch.arange(law.WINDOWS)[:, None] + torch.arange(law.CANDIDATES)
+    inverse = (8.0 / (8 + step % 8)).float().view(torch.int32).long() + (132 - step // 8 << 23)
+    parts = torch.stack([(step << 20) - (3 << 23), inverse], -1).view(-1, 2)
+    return torch.cat([rows, parts.to(torch.int32)]).to(device)
 
 
 @cache
 def programs_on(device: torch.device) -> int:
-    """As many as run at once, less one: an odd number, so that each of them takes K and V in turn."""
-    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2 - 1
+    """As many as run at once."""
+    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid(device: torch.device, heads: int, runs: int) -> tuple[int, int]:
+    """Programs, for every head as many as for any other, and how far apart those are that may share a multiprocessor: an even number."""
+    most = programs_on(device)
+    return 2 * heads * min(max(most // (2 * heads), 1), runs), max(most // PROGRAMS // 2 * 2, 2)

@@ -23,13 +23,19 @@ CHANNEL = gl.constexpr(gl.SliceLayout(0, TILE))
 OWN = gl.constexpr(gl.DistributedLinearLayout([], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 4]))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # Shared memory: rows of 128 bytes, 16 copies of a magnitude's errors under eight scales; those of window w (40 + 8 w magnitudes) from row
-# 4 w (w + 9) on, then 8 / m for m = 8 to 15; then what is read next.
-STAGE = gl.constexpr(216 * 128)
+# 4 w (w + 9) on; then for each window what a choice makes of a maximum's exponent, 8 bytes each; then what is read next.
+STAGE = gl.constexpr(210 * 128)
+SCRATCH = gl.constexpr(210 * 128 + 16384)
 READ_BF16, READ_FP16 = gl.constexpr(assembly.read("bf16")), gl.constexpr(assembly.read("f16"))
 CHOOSE_1, CHOOSE_2 = gl.constexpr(assembly.choose(1)), gl.constexpr(assembly.choose(2))
+SCALE_BYTE = gl.constexpr(assembly.scale_byte())
+SPREAD = gl.constexpr(assembly.spread())
+ASK = gl.constexpr(assembly.ask())
+GIVE, TAKE = gl.constexpr(assembly.give()), gl.constexpr(assembly.take())
 CODES = gl.constexpr(assembly.codes())
 BYTES, PAIRS = gl.constexpr(assembly.bytes_of_planes()), gl.constexpr(assembly.in_pairs())
-READ_IN = gl.constexpr(",".join(["=f"] * 16 + ["r"] * 2 + ["l"] * 2))
+SIXTEEN = gl.constexpr((gl.float32,) * 16)
+READ_IN = gl.constexpr(",".join(["=f"] * 32 + ["r"] * 2 + ["l"] * 2))
 CHOOSE_IN_1 = gl.constexpr(",".join(["=f"] * 2 + ["=r"] * 2 + ["f"] * 32 + ["r"] * 36))
 CHOOSE_IN_2 = gl.constexpr(",".join(["=f"] * 4 + ["=r"] * 2 + ["f"] * 32 + ["r"] * 36))
 CODES_IN = gl.constexpr(",".join(["=r"] * 4 + ["f"] * 18))
@@ -59,15 +65,15 @@ def _eight(x, ROWS: gl.constexpr):
 def _shared(table_ptr):
     """Fill this program's table: its address, and where in 128 bytes a lane reads. The latter differs in each lane, unknown to Triton."""
     start = gl.inline_asm_elementwise(
-        "{ .shared .align 128 .b8 fp4_pages[44032]; mov.u32 $0, fp4_pages; }", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False,
+        "{ .shared .align 128 .b8 fp4_pages[43296]; mov.u32 $0, fp4_pages; }", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False,
         pack=1)
-    i = gl.arange(0, 2048, FLAT)
-    i = gl.where(i < 216 * 8, i, 0)
+    i = gl.arange(0, 256, FLAT)
+    i = gl.where(i < 208, i, 0)
+    gl.inline_asm_elementwise(SPREAD, "=r,r,l", [start + i * 128, (table_ptr + i * 2).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+    i = gl.arange(0, 128, FLAT) % 32
     gl.inline_asm_elementwise(
-        "cp.async.ca.shared.global [$1], [$2], 16; mov.u32 $0, 0;", "=r,r,l", [start + i * 16, table_ptr + i * 4],
-        dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("cp.async.wait_all; mov.u32 $0, 0;", "=r,r", [start], dtype=gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
+        "{ .reg .b32 a, b; ld.global.nc.v2.b32 {a, b}, [$2]; st.shared.v2.b32 [$1], {a, b}; mov.u32 $0, 0; }", "=r,r,l",
+        [start + 208 * 128 + i * 8, (table_ptr + 416 + i * 2).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
     lane = gl.inline_asm_elementwise(
         "{ .reg .b32 l; mov.u32 l, %laneid; and.b32 l, l, 15; shl.b32 $0, l, 3; }", "=r,r", [start], dtype=gl.int32, is_pure=False, pack=1)
     return start, lane
@@ -82,33 +88,33 @@ def _place(start, part: gl.constexpr):
 
 
 @gluon.jit
-def _ask(ptr, start, row, slot, count, n, first, N: gl.constexpr, D: gl.constexpr):
-    """Have a page's tokens copied to this program's shared memory, 64 channels from `first` on; those that are not there as 0."""
-    ch_Q = gl.arange(0, 4, LANE) * 8 + first
-    for upper in gl.static_range(2):
-        t_B = _tau(gl.arange(0, 64, ROW)) + upper * 64
-        on_B = (t_B >= slot) & (t_B < slot + count)
-        # no address either where there is no token
-        at_B = gl.where(on_B, ((row + t_B).to(gl.int64) * N + n) * D, 0)
-        size_B = gl.where(on_B, 16, 0)
-        for half in gl.static_range(2):
-            source = (ptr + at_B[:, None] + (ch_Q + half * 32)[None, :]).to(gl.int64)
-            gl.inline_asm_elementwise(
-                "cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32 $0, 0;", "=r,r,l,r",
-                [_place(start, upper * 2 + half), source, size_B[:, None]], dtype=gl.int32, is_pure=False, pack=1)
+def _later(a, b, c):
+    """The same, but nothing is made of them before this point."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $3; mov.b32 $1, $4; mov.b32 $2, $5;", "=r,=r,=r,r,r,r", [a, b, c], dtype=(gl.int32, gl.int32, gl.int32),
+        is_pure=False, pack=1)
 
 
 @gluon.jit
-def _read(start, part: gl.constexpr, ptr, counts_ptr):
-    """A part as eight of [64, 4] FP32, NaN as 0 and all within FP16; what was not is counted."""
+def _ask(base, start, row, slot, count, n, first, N: gl.constexpr, D: gl.constexpr):
+    """Have a page's tokens copied to this program's shared memory, 64 channels from `first` on; those that are not there as 0."""
+    t_B = _tau(gl.arange(0, 64, ROW))
+    at_B = ((row + t_B).to(gl.int64) * N + n) * D + first
+    source = (base + at_B[:, None] + gl.arange(0, 4, LANE)[None, :] * 8).to(gl.int64)
+    gl.inline_asm_elementwise(
+        ASK, "=r,=r,r,r,l,l,r,r,r,r,r,r", [_place(start, 0), source, N * D * 16, (t_B - slot)[:, None], count],
+        dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _read(start, upper: gl.constexpr, ptr, counts_ptr):
+    """Half the tokens as sixteen of [64, 4] FP32, NaN as 0 and all within FP16; what was not is counted."""
     if ptr.dtype.element_ty == gl.bfloat16:
         x = gl.inline_asm_elementwise(
-            READ_BF16, READ_IN, [_place(start, part), counts_ptr.to(gl.int64)],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=2)
+            READ_BF16, READ_IN, [_place(start, upper * 2), counts_ptr.to(gl.int64)], dtype=SIXTEEN, is_pure=False, pack=2)
     else:
         x = gl.inline_asm_elementwise(
-            READ_FP16, READ_IN, [_place(start, part), counts_ptr.to(gl.int64)],
-            dtype=(gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), is_pure=False, pack=2)
+            READ_FP16, READ_IN, [_place(start, upper * 2), counts_ptr.to(gl.int64)], dtype=SIXTEEN, is_pure=False, pack=2)
     return x
 
 
@@ -136,7 +142,7 @@ def _weights(ptr, D: gl.constexpr):
 @gluon.jit
 def _gained(x, gain):
     y = ()
-    for j in gl.static_range(8):
+    for j in gl.static_range(16):
         y = y + (x[j] * gain[j],)
     return y
 
@@ -144,7 +150,7 @@ def _gained(x, gain):
 @gluon.jit
 def _centred(x, mean):
     y = ()
-    for j in gl.static_range(8):
+    for j in gl.static_range(16):
         y = y + (x[j] - mean[j],)
     return y
 
@@ -158,15 +164,15 @@ def _own(scale_BQ):
 
 
 @gluon.jit
-def _chosen(y, w, lane, start, BLOCKS: gl.constexpr):
+def _chosen(y, w, lane, start, wide, BLOCKS: gl.constexpr):
     """Of 16 channels a lane as BLOCKS blocks a row: 4 / scale of each [64, 4], then the scales, one a lane [32, 4] (`assembly.choose`)."""
     if BLOCKS == 1:
         inverse, scale = gl.inline_asm_elementwise(
-            CHOOSE_1, CHOOSE_IN_1, y + (lane, start) + w, dtype=(gl.float32, gl.int32), is_pure=False, pack=2)
+            CHOOSE_1, CHOOSE_IN_1, y + (lane + start, wide) + w, dtype=(gl.float32, gl.int32), is_pure=False, pack=2)
         out = (inverse, _own(scale))
     else:
         inverse0, inverse1, scale = gl.inline_asm_elementwise(
-            CHOOSE_2, CHOOSE_IN_2, y + (lane, start) + w, dtype=(gl.float32, gl.float32, gl.int32), is_pure=False, pack=2)
+            CHOOSE_2, CHOOSE_IN_2, y + (lane + start, wide) + w, dtype=(gl.float32, gl.float32, gl.int32), is_pure=False, pack=2)
         out = (inverse0, inverse1, _own(scale))
     return out
 
@@ -178,6 +184,19 @@ def _codes(y, inverse_BQ):
 
 
 @gluon.jit
+def _put(start, a, b, c, d):
+    """Four words a lane and row where it has read its first numbers."""
+    gl.inline_asm_elementwise("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,r,r,r,r,r", [_place(start, 0), a, b, c, d],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _got(start):
+    return gl.inline_asm_elementwise("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [_place(start, 0)],
+                                     dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1)
+
+
+@gluon.jit
 def _bytes(lo, hi):
     """Both planes of four bytes."""
     return gl.inline_asm_elementwise(BYTES, "=r,r,r", [lo, hi], dtype=gl.int32, is_pure=True, pack=1)
@@ -186,10 +205,7 @@ def _bytes(lo, hi):
 @gluon.jit
 def _scale_byte(bits, factor):
     """E4M3 byte of a scale / 2^factor: exact in the normal range, truncated below it, at least 1."""
-    e = (bits >> 23) - 127 - factor + 7
-    m = bits >> 20 & 7
-    low = gl.maximum((8 + m) >> gl.minimum(gl.maximum(1 - e, 0), 31), 1)
-    return gl.where(e >= 1, e * 8 + m, low).to(gl.uint8)
+    return gl.inline_asm_elementwise(SCALE_BYTE, "=r,r,r", [bits, factor], dtype=gl.int32, is_pure=True, pack=1).to(gl.uint8)
 
 
 @gluon.jit
@@ -204,7 +220,7 @@ def _shift_byte(code, by):
 
 
 @gluon.jit
-def _finish(record, scale_at, factor_at, old, scales, slot, count, BLOCKS: gl.constexpr, PER: gl.constexpr):
+def _finish(record, scale_at, factor_at, old, scales, slot, count, start, turn, BLOCKS: gl.constexpr, PER: gl.constexpr):
     """Let a page's factor, `old` so far, admit what was chosen, and write it: by group of channels, then upper tokens, [32, 4] each.
 
     Lane q of pair p has row 2 p + q // 2, block q % PER of the group's. Scales of tokens before `slot` follow the factor.
@@ -216,11 +232,10 @@ def _finish(record, scale_at, factor_at, old, scales, slot, count, BLOCKS: gl.co
     for i in gl.static_range(len(scales)):
         t_PQ = lo_PQ + i % 2 * 64
         top_PQ = gl.maximum(top_PQ, gl.where((t_PQ >= slot) & (t_PQ < slot + count), scales[i] >> 23, 0))
-    # with barriers, so that every warp has read the old factor before one writes the new
-    top = gl.max(gl.max(top_PQ, axis=1), axis=0) - 127
     was = (old >> 23 & 0xFF) - 127
-    factor = gl.maximum(was, top - 7)
-    gl.thread_barrier()
+    # Between what warps read of a page and what one of them writes there is a barrier.
+    gl.inline_asm_elementwise(GIVE, "=r,r,r", [gl.maximum(top_PQ - 134, was), turn], dtype=gl.int32, is_pure=False, pack=1)
+    factor = gl.inline_asm_elementwise(TAKE, "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
     if factor > was:
         if slot > 0:
             i_I = gl.arange(0, 128 * BLOCKS, FLAT)
@@ -247,29 +262,31 @@ def _store_k(to, w, first, slot, count, D: gl.constexpr):
 
 
 @gluon.jit
-def _outliers(
-    row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr,
-    N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr,
-):
-    """FP16 outliers of tokens from `slot` on, whose rows of k are row + slot and further: [128, OUTP]."""
-    O_L: gl.constexpr = gl.BlockedLayout([1, 1], [32 // OUTP, OUTP], [4, 1], [1, 0])
-    o_O = gl.arange(0, OUTP, gl.SliceLayout(0, O_L))
-    t_T = gl.arange(0, 128, gl.SliceLayout(1, O_L))
-    on_T = (t_T >= slot) & (t_T < slot + count)
+def _outlying(n, channels_ptr, k_mean_ptr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr):
+    """A head's outlier channels, -1 where it has none, and their means."""
+    o_O = gl.arange(0, OUTP, gl.SliceLayout(0, gl.BlockedLayout([1, 1], [32 // OUTP, OUTP], [4, 1], [1, 0])))
     ch_O = gl.load(channels_ptr + n * OUT + o_O, mask=o_O < OUT, other=-1)
-    mean_O = gl.load(k_mean_ptr + n * D + ch_O, mask=ch_O >= 0, other=0)
-    at = ((row + t_T).to(gl.int64) * N + n)[:, None] * D + ch_O[None, :]
-    x = gl.load(k_ptr + at, mask=on_T[:, None] & (ch_O >= 0)[None, :], other=0).to(gl.float32)
-    x = gl.minimum(gl.maximum(gl.where(x != x, 0.0, x), -65504.0), 65504.0) - mean_O[None, :]
-    return gl.minimum(gl.maximum(x, -65504.0), 65504.0).to(gl.float16)
+    return ch_O, gl.load(k_mean_ptr + n * D + ch_O, mask=ch_O >= 0, other=0)
 
 
 @gluon.jit
-def _store_outliers(record, x, slot, count, OUT: gl.constexpr, OUTP: gl.constexpr, KO_AT: gl.constexpr):
+def _outliers(row, slot, count, n, k_ptr, ch_O, N: gl.constexpr, D: gl.constexpr, OUTP: gl.constexpr):
+    """Outliers of tokens from `slot` on, whose rows of k are row + slot and further, as they come: [128, OUTP]."""
+    t_T = gl.arange(0, 128, gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32 // OUTP, OUTP], [4, 1], [1, 0])))
+    on_T = (t_T >= slot) & (t_T < slot + count)
+    at = ((row + t_T).to(gl.int64) * N + n)[:, None] * D + ch_O[None, :]
+    return gl.load(k_ptr + at, mask=on_T[:, None] & (ch_O >= 0)[None, :], other=0)
+
+
+@gluon.jit
+def _store_outliers(record, x, mean_O, slot, count, OUT: gl.constexpr, OUTP: gl.constexpr, KO_AT: gl.constexpr):
     O_L: gl.constexpr = gl.BlockedLayout([1, 1], [32 // OUTP, OUTP], [4, 1], [1, 0])
     o_O = gl.arange(0, OUTP, gl.SliceLayout(0, O_L))
     t_T = gl.arange(0, 128, gl.SliceLayout(1, O_L))
     on_T = (t_T >= slot) & (t_T < slot + count)
+    x = x.to(gl.float32)
+    x = gl.minimum(gl.maximum(gl.where(x != x, 0.0, x), -65504.0), 65504.0) - mean_O[None, :]
+    x = gl.minimum(gl.maximum(x, -65504.0), 65504.0).to(gl.float16)
     to = (record + KO_AT).to(gl.pointer_type(gl.float16)) + t_T[:, None] * OUT + o_O[None, :]
     gl.store(to, x, mask=on_T[:, None] & (o_O < OUT)[None, :])
 
@@ -284,8 +301,11 @@ def _pairs(w):
 
 
 @gluon.jit
-def _store_v(to, w, first, slot, count):
-    """Words [64, 4] of channels 8 q + first to first + 3; what belongs to other tokens stays."""
+def _store_v(to, w, first, slot, count, none):
+    """Words [64, 4] of channels 8 q + first to first + 3; what belongs to other tokens stays.
+
+    `none` is 0, unknown to the compiler: else it makes the masks of every page ahead of the branch.
+    """
     four = _pairs(w)
     P: gl.constexpr = four[0].type.layout
     p_B = gl.arange(0, 32, gl.SliceLayout(1, P))
@@ -299,7 +319,7 @@ def _store_v(to, w, first, slot, count):
         keep_B = p_B * 0
         for j in gl.static_range(4):
             t_B = _tau(p_B * 2 + j % 2) + j // 2 * 64
-            keep_B = keep_B | gl.where((t_B >= slot) & (t_B < slot + count), 0, (0x71 if j < 2 else 0x8E) << (j % 2 * 8))
+            keep_B = keep_B | gl.where((t_B >= slot + none) & (t_B < slot + count + none), 0, (0x71 if j < 2 else 0x8E) << (j % 2 * 8))
         for j in gl.static_range(4):
             old = gl.load(at + j * 32).to(gl.int32)
             gl.store(at + j * 32, ((old & keep_B[:, None]) | (four[j].to(gl.int32) & (keep_B ^ 0xFFFF)[:, None])).to(gl.int16))
