@@ -3,8 +3,9 @@ needed.
 
 usage: python tests/kernels/gluon_code.py [NAME ...]
 
-One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over tiles; experts: of a step with tiles of full width),
-products (tensor instructions), lookups (8-byte loads from shared memory), spills, registers; experts also copies (of the bulk kind, in the
+One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over half pages; experts: of a step with tiles of full width),
+products (tensor instructions), turns (matrices transposed in registers), lookups (8-byte loads from shared memory), barriers, spills,
+registers; experts also copies (of the bulk kind, in the
 whole kernel) and wide (tensor instructions of 256 columns in a step).
 """
 
@@ -76,7 +77,7 @@ CASES = {
 
 def facts(name: str) -> dict[str, object]:
     code = CASES[name]()
-    of = lambda body: sum("HGMMA" in t for t in body)  # noqa: E731
+    of = lambda body: sum("HMMA" in t for t in body)  # noqa: E731
     body = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", code, re.M)
     whole = body
     if name == "latent":
@@ -88,8 +89,10 @@ def facts(name: str) -> dict[str, object]:
     return {
         "name": name,
         "instructions": len(body),
-        "products": count("HGMMA|IMMA"),
+        "products": count("HG?MMA|IMMA"),
+        "turns": count("MOVM"),
         "lookups": count(r"LDS\.64"),
+        "barriers": count(r"BAR\.SYNC"),
         "spills": sum(bool(re.search(r"\b(STL|LDL)\b", t)) for t in (whole if more else body)),
         "registers": int(re.search(r"REG:(\d+)", code)[1]),
         **more,

@@ -112,16 +112,25 @@ class Shared:
             return self.raw[: len(self.raw) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)[at].view(self.shape)
         if self.bases:
             # element of a byte's address: the exclusive or of what its bits stand for
-            at = torch.arange(torch.Size(self.shape).numel())
-            row, column = torch.zeros_like(at), torch.zeros_like(at)
-            for bit, (r, c) in enumerate(self.bases):
-                row, column = row ^ (at >> bit & 1) * r, column ^ (at >> bit & 1) * c
+            where = self.where()
             out = torch.empty(self.shape, dtype=self.dtype)
-            out[row, column] = self.raw[: len(at)].view(self.dtype)
-            return out
+            out[where] = self.raw[: out.numel() * self.dtype.itemsize].view(self.dtype)
+            return out.permute(self.order) if self.order else out
         count = torch.Size(self.shape).numel() * self.dtype.itemsize
         v = self.raw[:count].view(self.dtype).view(self.shape)
         return v.permute(self.order) if self.order else v
+
+    def where(self) -> tuple[torch.Tensor, ...]:
+        """The element that lies at each place, of a layout of bases."""
+        at = torch.arange(torch.Size(self.shape).numel())
+        assert len(at) == 1 << len(self.bases)
+        where = [torch.zeros_like(at) for _ in self.shape]
+        for bit, basis in enumerate(self.bases):
+            where = [x ^ (at >> bit & 1) * b for x, b in zip(where, basis, strict=True)]
+        return tuple(where)
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.raw, self.dtype, shape)
 
     def index(self, i: Any) -> Shared:
         size = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
@@ -136,12 +145,17 @@ class Shared:
         return Shared(self.raw, dtype, shape, bases=layout)
 
     def permute(self, order: list[int]) -> Shared:
-        return Shared(self.raw, self.dtype, self.shape, order)
+        return Shared(self.raw, self.dtype, self.shape, order, bases=self.bases)
 
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.view().clone())
 
     def store(self, x: Tensor) -> None:
+        if isinstance(self.bases, list):
+            value = x.v.permute([self.order.index(i) for i in range(len(self.shape))]) if self.order else x.v
+            assert list(value.shape) == self.shape, (value.shape, self.shape)
+            self.raw[: value.numel() * self.dtype.itemsize].view(self.dtype).copy_(value[self.where()])
+            return
         assert tuple(self.view().shape) == tuple(x.v.shape), (self.view().shape, x.v.shape)
         self.view().copy_(x.v)
 
@@ -194,7 +208,8 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.pointer_type = lambda dtype: dtype
     gl.thread_barrier = lambda: None
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
-        torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0x7F, dtype=torch.uint8), dtype, shape)
+        torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0x7F, dtype=torch.uint8), dtype, shape,
+        bases=layout if isinstance(layout, list) else None)
     gl.arange = lambda a, b, layout: Tensor(torch.arange(a, b, dtype=torch.int32))
     gl.full = lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype))
     gl.zeros = lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype))
@@ -202,7 +217,8 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.permute = lambda x, order: Tensor(x.v.permute(order))
     gl.join = lambda a, b: Tensor(torch.stack([a.v, b.v], dim=-1))
     gl.split = lambda x: (Tensor(x.v[..., 0]), Tensor(x.v[..., 1]))
-    gl.convert_layout = lambda x, layout: x
+    gl.convert_layout = lambda x, layout, assert_trivial=False: x
+    gl.broadcast = lambda a, b: tuple(map(Tensor, torch.broadcast_tensors(a.v, b.v)))
     gl.expand_dims = lambda x, axis: Tensor(x.v.unsqueeze(axis))
     gl.where = lambda c, a, b: wrap(torch.where(torch.as_tensor(unwrap(c)), torch.as_tensor(unwrap(a)), torch.as_tensor(unwrap(b))))
 
@@ -241,7 +257,9 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
             assert not at(bar).armed, "a barrier is armed twice"
             at(bar).armed, at(bar).bytes = True, size
 
-    def wait(bar: Shared, phase: Any) -> None:
+    def wait(bar: Shared, phase: Any, pred: Any = True) -> None:
+        if not pred:
+            return
         # complete once the phase of this parity is over
         assert at(bar).phase % 2 != int(phase), "a program would wait for ever"
 
@@ -249,18 +267,17 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
         if not pred:
             return
         out = torch.zeros(desc.block_shape, dtype=desc.base.dtype)
-        base = desc.base.reshape(desc.shape)
+        base = desc.base.as_strided(desc.shape, desc.strides)
         from_, to = [], []
         for c, n, size in zip(coord, desc.block_shape, desc.shape, strict=True):
             assert 0 <= int(c) < size, "a page that does not exist"
             from_.append(slice(int(c), min(int(c) + n, size)))
             to.append(slice(0, min(n, size - int(c))))
         out[tuple(to)] = base[tuple(from_)]
-        if out.shape[-1] * out.element_size() == 128 and out.dim() == 2:
-            # 128-byte swizzle
-            pieces = out.view(-1, 8, 16)
+        if desc.layout.swizzle_byte_width == 128:
+            pieces = out.view(torch.uint8).view(-1, 8, 16)
             line = torch.arange(len(pieces))[:, None]
-            out = pieces[line, torch.arange(8)[None] ^ line % 8].reshape(out.shape)
+            out = pieces[line, torch.arange(8)[None] ^ line % 8].reshape(-1).view(out.dtype).view(out.shape)
         result.view().copy_(out)
         assert at(bar).armed
         at(bar).bytes -= out.numel() * out.element_size()
@@ -269,6 +286,9 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
 
     def gather(result: Shared, p: Pointer, mask: Any) -> None:
         result.store(load(p, mask, 0))
+
+    def mma_v2(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+        return Tensor(a.v.float() @ b.v.float() + acc.v)
 
     def mma(a: Tensor | Shared, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
         y = (a.view() if isinstance(a, Shared) else a.v).float() @ b.view().float()
@@ -279,6 +299,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
         "gluon": types.SimpleNamespace(jit=lambda f=None, **kw: f if f else (lambda g: g)),
         "mbarrier": types.SimpleNamespace(init=init, expect=expect, wait=wait, MBarrierLayout=lambda: None),
         "tma": types.SimpleNamespace(async_copy_global_to_shared=copy),
+        "mma_v2": mma_v2,
         "warpgroup_mma": mma,
         "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps),
         "fence_async_shared": lambda: None,

@@ -21,7 +21,7 @@ if not fused.GLUON:
 BUDGET = {
     "encode_d64": {"instructions": 3900, "products": 64, "lookups": 132, "spills": 0},
     "encode_d128": {"instructions": 4350, "products": 64, "lookups": 132, "spills": 16},
-    "latent": {"instructions": 1190, "products": 68, "spills": 0},
+    "latent": {"instructions": 1290, "products": 136, "turns": 128, "barriers": 4, "spills": 6},
     # a step of one group of warps: 64 columns
     "experts_gate_up": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
     "experts_down": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},

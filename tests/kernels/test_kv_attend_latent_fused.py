@@ -15,7 +15,7 @@ from moe_prefetch.kernels.kv_attend import general_latent as general
 if not general.GLUON:
     pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
 
-from moe_prefetch.kernels.kv_attend import fused_latent
+from moe_prefetch.kernels.kv_attend import fused_latent, fused_latent_steps
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
 from .gluon_cpu import Launch, Tensor, inline_asm
@@ -27,22 +27,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 def assembly(text: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
     """What the assembly of fused_latent.py does."""
-    if text == "mov.u32 $0, 0;":
-        return 0
-    if "ex2" in text:
+    if "movmatrix" in text:
+        v = args[0].v
+        return Tensor(v.unflatten(1, (-1, 8)).unflatten(3, (-1, 8)).transpose(2, 4).reshape(v.shape))
+    if "vote" in text:
+        return tuple(Tensor(x.v * args[4].v) for x in args[:4])
+    if "0x8E008E00" not in text:
         return inline_asm(text, constraints, args, dtype, is_pure, pack)
-    x = args[0].v
-    halves = lambda y: y.contiguous().view(torch.float16).unflatten(-1, (-1, 2))  # noqa: E731
-    words = lambda y: y.half().flatten(-2).view(torch.int32)  # noqa: E731
-    if "0x78007800" in text:
-        return Tensor(words(halves(x) * 32768.0))
-    if "shl.b32 a, $1, 5" in text:
-        code = (x << 5 & 0x0E000E00) | (x << 15 & -0x7FFF8000)
-    elif "shr.u32 a, $1, 3" in text:
-        code = (x >> 3 & 0x0E000E00) | (x << 7 & -0x7FFF8000)
-    else:
-        code = (x << 8 if "shl.b32 a, $1, 8" in text else x) & -0x71FF7200
-    return Tensor(words(halves(code) * halves(args[1].v.expand(x.shape))))
+    x = args[0].v.int()
+    low = x >> 3 & 0x0E0E | x << 7 & 0x8080
+    half = lambda code: Tensor((code & 0xFF00).to(torch.int16).view(torch.float16))  # noqa: E731
+    return half(low << 8), half(low), half(x << 8 & 0x8E00), half(x & 0x8E00)
 
 
 CASES = {
@@ -64,20 +59,25 @@ def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fused_latent, "programs_on", lambda device: programs)
     if not torch.cuda.is_available():
         names = {"cache": cache, "torch": torch, "PageLayout": PageLayout}
-        monkeypatch.setattr(fused_latent, "attend_latent", Launch("attend_latent", fused_latent.__file__, asm=assembly, names=names))
+        text = (fused_latent_steps.__file__, fused_latent.__file__)
+        monkeypatch.setattr(fused_latent, "attend_latent", Launch("attend_latent", *text, asm=assembly, names=names))
     spec = dict(CASES[what])
     compare(*case(mla(spec.pop("name"), 512), spec.pop("heads_q"), spec.pop("lengths"), **spec))
 
 
 def test_takes_what_it_can() -> None:
-    def takes(layout: PageLayout, queries: int = 1, sliding: int = 0, softcap: float = 0.0) -> bool:
-        return fused_latent.serves(layout, queries, sliding, softcap, torch.device("cpu"))
+    pool = torch.zeros(2, 1, 51328, dtype=torch.uint8)
+
+    def takes(layout: PageLayout, pool: torch.Tensor = pool, queries: int = 1, sliding: int = 0, softcap: float = 0.0) -> bool:
+        return fused_latent.serves(layout, pool, queries, sliding, softcap)
 
     ours = mla("fp4-72", 512)
     assert takes(ours)
     assert takes(mla("fp4-quality-c64", 512))
     for layout in (mla("fp8", 512), mla("fp4-72", 256), mla("fp4-72", 512, 32), PageLayout(FORMATS["fp4-72"], 128, 128, 4)):
         assert not takes(layout)
+    assert not takes(ours, pool=pool[:0])
+    assert not takes(ours, pool=torch.zeros(51329, dtype=torch.uint8)[1:].view(1, 1, -1))
     assert not takes(ours, queries=2)
     assert not takes(ours, sliding=100)
     assert not takes(ours, softcap=20.0)

@@ -1,8 +1,10 @@
 """Decode attention over MLA pages in FP4 on Hopper, in Gluon: `general_latent.attend_latent`, with products laid out by hand.
 
-A lane reads 64 bytes of each of its two tokens, decodes them to pairs of FP16 and puts these into shared memory 16 bytes at a time, where
-the scores' product (rows: tokens) and the output's (rows: channels) read them. Columns of a tile are channels in the order of `_channel`.
-`serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
+Bulk copies bring half a page (64 tokens) to one of PLACES in shared memory. What is decoded never goes there: four warps decode 32 tokens
+at a time, 128 channels each, to FP16 in registers, in pairs of tokens, which is an operand of the output's product (`mma.m16n8k16`: 16
+heads by 8 channels). Transposed within the warp, 8 by 8, the same registers are pairs of channels, an operand of the scores' product (16
+tokens by 8 heads); what the warps have of a score is added up through shared memory. `serves` says for which calls;
+tests/kernels/gluon_cpu.py runs this text on a CPU.
 """
 
 from __future__ import annotations
@@ -12,40 +14,16 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
+from .fused_latent_steps import FLAT, P_S, PARTS, READY, TURN, add_values, halves, prepare, scale_words, scores, softmax
 
 NONE = gl.constexpr(-1.0e30)
-# words of codes [64 tokens, 16 pieces, 4]; lane t has pieces t, t + 4, t + 8, t + 12
-WORD = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 4, 0], [0, 8, 0], [8, 0, 0]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 16, 4])
-)
-PIECE = gl.constexpr(gl.SliceLayout(2, WORD))
-# pairs of a decoded plane [64 tokens, 128], of the rotary part [64 tokens, 32]
-PAIR = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 128])
-)
-ROPE_L = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32])
-)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-HEAD = gl.constexpr(gl.SliceLayout(0, MMA))
-TOKEN = gl.constexpr(gl.SliceLayout(1, MMA))
-MAX_L = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [0, 1], [0, 8]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, 16])
-)
-FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-Q_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-PAIR_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-P_S = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
-FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+CODES = gl.NVMMASharedLayout(128, 8, 5)
+ROPES = gl.NVMMASharedLayout(128, 16, 3)
+PLAIN = gl.NVMMASharedLayout(0, 8, 3)
 
 
 @gluon.jit
@@ -54,83 +32,74 @@ def _add(a, b):
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+def _expect(codes_bar, scales_bar, rope_bar, s, pred):
+    mbarrier.expect(codes_bar.index(s), 16384, pred=pred)
+    mbarrier.expect(scales_bar.index(s), 1024, pred=pred)
+    mbarrier.expect(rope_bar.index(s), 8192, pred=pred)
 
 
 @gluon.jit
-def _channel(c):
-    """Channel of a column of low nibbles; the high nibble's is 32 more."""
-    piece = (c >> 4 & 3) + (c >> 6) * 4
-    return piece // 2 * 64 + piece % 2 * 16 + (c & 12) + c % 2 * 2 + c // 2 % 2
+def _ask(codes, rest, rope, rec, half, codes_s, scales_s, rope_s, codes_bar, scales_bar, rope_bar, s, KS_LINE: gl.constexpr,
+         ROPE_LINE: gl.constexpr, pred):
+    """Have half a record copied to place s. A barrier for each copy: for one that they share the compiler would separate them."""
+    tma.async_copy_global_to_shared(codes, [rec, half * 2, 0, 0, 0], codes_bar.index(s), codes_s.index(s), pred=pred)
+    tma.async_copy_global_to_shared(rest, [rec, KS_LINE + half * 8, 0], scales_bar.index(s), scales_s.index(s), pred=pred)
+    tma.async_copy_global_to_shared(rope, [rec, ROPE_LINE + half * 64, 0], rope_bar.index(s), rope_s.index(s), pred=pred)
 
 
-@gluon.jit
-def _low(x, scale):
-    """Low nibbles of words of codes, [64, 16, 4], times their scales: pairs of FP16 [64, 128]; of even bytes, of odd bytes in turn."""
-    even = gl.inline_asm_elementwise(
-        """{ .reg .b32 a, b; shl.b32 a, $1, 5; shl.b32 b, $1, 15; and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA; mul.f16x2 $0, a, $2; }""", "=r,r,r", [x, scale], dtype=gl.int32, is_pure=False, pack=1)
-    odd = gl.inline_asm_elementwise(
-        """{ .reg .b32 a, b; shr.u32 a, $1, 3; shl.b32 b, $1, 7; and.b32 a, a, 0x0E000E00;
-        lop3.b32 a, b, 0x80008000, a, 0xEA; mul.f16x2 $0, a, $2; }""", "=r,r,r", [x, scale], dtype=gl.int32, is_pure=False, pack=1)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, 128]), PAIR)
-
-
-@gluon.jit
-def _high(x, scale):
-    """High nibbles, likewise."""
-    even = gl.inline_asm_elementwise(
-        "{ .reg .b32 a; shl.b32 a, $1, 8; and.b32 a, a, 0x8E008E00; mul.f16x2 $0, a, $2; }", "=r,r,r", [x, scale],
-        dtype=gl.int32, is_pure=False, pack=1)
-    odd = gl.inline_asm_elementwise(
-        "{ .reg .b32 a; and.b32 a, $1, 0x8E008E00; mul.f16x2 $0, a, $2; }", "=r,r,r", [x, scale], dtype=gl.int32, is_pure=False, pack=1)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, 128]), PAIR)
-
-
-@gluon.jit
-def _scale(byte):
-    """A positive E4M3 as FP16, times 2^7, twice; any byte gives a finite number. [64, 16] -> [64, 16, 1]."""
-    two = gl.inline_asm_elementwise(
-        "{ .reg .b32 a; mov.b32 a, 0x78007800; mul.f16x2 $0, $1, a; }", "=r,r", [(byte & 0x7F) * 0x00800080], dtype=gl.int32,
-        is_pure=True, pack=1)
-    return gl.expand_dims(two, 2)
-
-
-@gluon.jit
-def _ask(base, half, KS_AT: gl.constexpr, ROPE_AT: gl.constexpr):
-    """Half a page: codes, two scale bytes a piece, rotary part in pairs."""
-    t_T = gl.arange(0, 64, gl.SliceLayout(1, PIECE)) + half * 64
-    p_P = gl.arange(0, 16, gl.SliceLayout(0, PIECE))
-    i_I = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, WORD)))
-    at_TP = t_T[:, None] * 64 + (p_P * 4)[None, :]
-    x = gl.load(base.to(gl.pointer_type(gl.int32)) + gl.expand_dims(at_TP, 2) + gl.expand_dims(gl.expand_dims(i_I, 0), 0))
-    s = gl.load((base + KS_AT).to(gl.pointer_type(gl.int16)) + t_T[:, None] * 8 + (p_P // 2)[None, :])
-    r_T = gl.arange(0, 64, gl.SliceLayout(1, ROPE_L)) + half * 64
-    r_C = gl.arange(0, 32, gl.SliceLayout(0, ROPE_L))
-    return x, s, gl.load((base + ROPE_AT).to(gl.pointer_type(gl.int32)) + r_T[:, None] * 32 + r_C[None, :])
-
-
-@gluon.jit(do_not_specialize=["table_width"])
+@gluon.jit(do_not_specialize=["table_width", "k7", "k8"])
 def attend_latent(
-    q_ptr, pool_ptr, table_ptr, stored_ptr, k_mean_ptr, k_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
-    BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_AT: gl.constexpr, ROPE_AT: gl.constexpr,
-    TRAILER_AT: gl.constexpr,
+    codes, rest, rope, q_ptr, pool_ptr, table_ptr, stored_ptr, k_mean_ptr, k_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width,
+    scale_log2, k7, k8,
+    BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_LINE: gl.constexpr, ROPE_LINE: gl.constexpr,
+    TRAILER_AT: gl.constexpr, PLACES: gl.constexpr,
 ):
     """Partial attention over pages: latent 512, rotary 64, one query of R heads to N KV heads, 16 an item.
 
     A program writes slot `program + 2 item` of each item it meets; the one after an item's last is that of its FP16 tokens.
     """
     ITEMS: gl.constexpr = N * ((R + 15) // 16)
-    v0_s = gl.allocate_shared_memory(gl.float16, [1, 64, 256], Q_S)
-    v1_s = gl.allocate_shared_memory(gl.float16, [1, 64, 256], Q_S)
-    q0_s = gl.allocate_shared_memory(gl.float16, [1, 16, 256], Q_S)
-    q1_s = gl.allocate_shared_memory(gl.float16, [1, 16, 256], Q_S)
-    qr_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], Q_S)
-    r_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], Q_S)
-    p_s = gl.allocate_shared_memory(gl.float16, [1, 64, 16], P_S)
-    max_s = gl.allocate_shared_memory(gl.float32, [4, 16], FLAT2)
-    b_B = gl.arange(0, BP, FLAT)
+    # [group of 64 channels, rows, columns]: a warp has groups of its own
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    X: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    R_MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
+    R_A: gl.constexpr = gl.DotOperandLayout(0, R_MMA, 2)
+    R_X: gl.constexpr = gl.DotOperandLayout(1, R_MMA, 2)
+    # scores of a warp's own heads, in all shares: [share, token, head]
+    SUM: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 1, 0], [1, 0, 0], [2, 0, 0]], [[0, 2, 0], [0, 8, 0], [0, 16, 0], [0, 4, 0], [0, 0, 2]],
+        [[0, 0, 4], [0, 0, 8]], [], [4, 32, 16])
+    S_L: gl.constexpr = gl.SliceLayout(0, SUM)
+    HEAD: gl.constexpr = gl.SliceLayout(0, S_L)
+    ACC_H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [1, 0])
+    FLATB: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+
+    # FP16 tokens may take the places left over
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+    codes_s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, 2, 2, 32, 128], CODES)
+    rope_s = gl.allocate_shared_memory(gl.float16, [PLACES, 1, 64, 64], ROPES)
+    scales_s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, 8, 128], PLAIN)
+    codes_bar = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    scales_bar = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    rope_bar = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    part_s = gl.allocate_shared_memory(gl.float32, [4, 32, 16], PARTS)
+    turn_s = gl.allocate_shared_memory(gl.float32, [32, 16], TURN)
+    p_s = gl.allocate_shared_memory(gl.float16, [16, 32], P_S)
+    lo0_s = gl.allocate_shared_memory(gl.float16, [8, 32], READY)
+    hi0_s = gl.allocate_shared_memory(gl.float16, [8, 32], READY)
+    lo1_s = gl.allocate_shared_memory(gl.float16, [8, 32], READY)
+    hi1_s = gl.allocate_shared_memory(gl.float16, [8, 32], READY)
+    alpha_s = gl.allocate_shared_memory(gl.float32, [16], FLAT)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(codes_bar.index(i), count=1)
+        mbarrier.init(scales_bar.index(i), count=1)
+        mbarrier.init(rope_bar.index(i), count=1)
+
+    b_B = gl.arange(0, BP, FLATB)
     pages_B = gl.maximum((gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128, 1)
     pages_B = gl.where(b_B < B, pages_B, 0)
     ends_B = gl.associative_scan(pages_B * ITEMS, 0, _add)
@@ -139,6 +108,8 @@ def attend_latent(
     program = gl.program_id(0)
     unit = program * share
     end = gl.minimum(unit + share, total)
+    stage = 0
+    phase = 0
     while unit < end:
         b = gl.sum((ends_B <= unit).to(gl.int32), axis=0)
         units = gl.sum(gl.where(b_B == b, pages_B, 0), axis=0)
@@ -158,100 +129,155 @@ def attend_latent(
         table = table_ptr + b * table_width
         t0 = u0 * 2
         t1 = gl.where(stored > 0, u1 * 2, t0)
-        base = pool_ptr + (gl.load(table + u0).to(gl.int64) * N + n) * PAGE_BYTES
-        x, s, r = _ask(base, 0, KS_AT, ROPE_AT)
         last = gl.maximum(t1 - 1, t0)
-        ahead = gl.load(table + gl.minimum(t0 + 1, last) // 2)
+        # all warps have left the item before
+        gl.thread_barrier()
+        for i in gl.static_range(PLACES):
+            _expect(codes_bar, scales_bar, rope_bar, (stage + i) % PLACES, t0 + i < t1)
+        gl.thread_barrier()
+        for i in gl.static_range(PLACES):
+            page = gl.load(table + gl.minimum(t0 + i, last) // 2)
+            _ask(codes, rest, rope, page * N + n, (t0 + i) % 2, codes_s, scales_s, rope_s, codes_bar, scales_bar, rope_bar,
+                 (stage + i) % PLACES, KS_LINE, ROPE_LINE, t0 + i < t1)
+        ahead = gl.load(table + gl.minimum(t0 + PLACES, last) // 2)
+        near = gl.load(table + gl.minimum(t0 + 1, last) // 2)
+        page = gl.load(table + u0)
+        now = gl.load((pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES + TRAILER_AT).to(gl.pointer_type(gl.float32)))
 
         # queries: a row's largest element becomes 256
         h_H = gl.arange(0, 16, gl.SliceLayout(1, QUERY))
         k_K = gl.arange(0, 256, gl.SliceLayout(0, QUERY))
         o_O = gl.arange(0, 64, gl.SliceLayout(0, QUERY))
-        row_H = within % (ITEMS // N) * 16 + h_H
-        q_H = ((b * N + n) * R + row_H) * 576
-        ch_K = _channel(k_K)
-        q0_HK = gl.load(q_ptr + q_H[:, None] + ch_K[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
-        q1_HK = gl.load(q_ptr + q_H[:, None] + 32 + ch_K[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
-        r_HO = gl.load(q_ptr + q_H[:, None] + (512 + o_O)[None, :], mask=(row_H < R)[:, None], other=0).to(gl.float32)
-        mean_K = k_mean_ptr + n * 512 + ch_K
-        gain_K = k_gain_ptr + n * 512 + ch_K
-        mean_H = gl.sum(q0_HK * gl.load(mean_K)[None, :], axis=1) + gl.sum(q1_HK * gl.load(mean_K + 32)[None, :], axis=1)
-        q0_HK = q0_HK / gl.load(gain_K)[None, :]
-        q1_HK = q1_HK / gl.load(gain_K + 32)[None, :]
+        first = within % (ITEMS // N) * 16
+        q_at = q_ptr + (b * N + n) * R * 576
+        on_H = (first + h_H < R)[:, None]
+        row_H = (first + h_H)[:, None] * 576
+        mean_ptr = k_mean_ptr + n * 512
+        gain_ptr = k_gain_ptr + n * 512
+        q0_HK = gl.load(q_at + row_H + k_K[None, :], mask=on_H, other=0).to(gl.float32)
+        q1_HK = gl.load(q_at + row_H + 256 + k_K[None, :], mask=on_H, other=0).to(gl.float32)
+        r_HO = gl.load(q_at + row_H + (512 + o_O)[None, :], mask=on_H, other=0).to(gl.float32)
+        mean_H = gl.sum(q0_HK * gl.load(mean_ptr + k_K)[None, :], axis=1) + gl.sum(q1_HK * gl.load(mean_ptr + 256 + k_K)[None, :], axis=1)
+        q0_HK = q0_HK / gl.load(gain_ptr + k_K)[None, :]
+        q1_HK = q1_HK / gl.load(gain_ptr + 256 + k_K)[None, :]
         amax_H = gl.maximum(gl.max(gl.abs(q0_HK), axis=1), gl.max(gl.abs(q1_HK), axis=1))
         amax_H = gl.maximum(gl.maximum(amax_H, gl.max(gl.abs(r_HO), axis=1)), 1.0e-30)
         norm_H = 256.0 / amax_H
-        q0_s.index(0).store((q0_HK * norm_H[:, None]).to(gl.float16))
-        q1_s.index(0).store((q1_HK * norm_H[:, None]).to(gl.float16))
-        qr_s.index(0).store((r_HO * norm_H[:, None]).to(gl.float16))
         back_R = gl.convert_layout(amax_H * (scale_log2 / 256.0), HEAD)
         mean_R = gl.convert_layout(mean_H * scale_log2, HEAD)
-        fence_async_shared()
-        gl.thread_barrier()
+        g_G = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, X)))
+        w_W = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, X)))
+        H_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, X))
+        h_X = first + gl.arange(0, 16, H_L)
+        norm_X = gl.expand_dims(gl.expand_dims(gl.convert_layout(norm_H, H_L), 0), 0)
+        at_GW = gl.expand_dims(g_G * 64, 1) + gl.expand_dims(w_W * 2, 0)
+        at_GWH = gl.expand_dims(at_GW, 2) + gl.expand_dims(gl.expand_dims(h_X * 576, 0), 0)
+        on_GWH = (at_GWH >= 0) & gl.expand_dims(gl.expand_dims(h_X < R, 0), 0)
+        qs = ()
+        for j in gl.static_range(4):
+            q_GWH = gl.load(q_at + at_GWH + (j // 2 * 32 + j % 2), mask=on_GWH, other=0).to(gl.float32)
+            gain_GW = gl.load(gain_ptr + at_GW + (j // 2 * 32 + j % 2))
+            qs = qs + halves((q_GWH / gl.expand_dims(gain_GW, 2) * norm_X).to(gl.float16), 16, 16, X)
+        o_R = gl.arange(0, 64, gl.SliceLayout(1, R_X))
+        HR_L: gl.constexpr = gl.SliceLayout(0, R_X)
+        h_R = first + gl.arange(0, 16, HR_L)
+        qr = gl.load(q_at + (512 + o_R)[:, None] + (h_R * 576)[None, :], mask=(o_R >= 0)[:, None] & (h_R < R)[None, :], other=0)
+        qr = (qr.to(gl.float32) * gl.convert_layout(norm_H, HR_L)[None, :]).to(gl.float16)
 
-        t_T = gl.arange(0, 64, TOKEN)
         was = 1.0
         m_R = gl.full([16], NONE, gl.float32, HEAD)
-        l_TR = gl.zeros([64, 16], gl.float32, MMA)
-        acc0 = gl.zeros([256, 16], gl.float32, MMA)
-        acc1 = gl.zeros([256, 16], gl.float32, MMA)
-        zero = gl.zeros([64, 16], gl.float32, MMA)
+        l_TR = gl.zeros([32, 16], gl.float32, S_L)
+        acc0 = gl.zeros([8, 16, 16], gl.float32, MMA)
+        acc1 = gl.zeros([8, 16, 16], gl.float32, MMA)
+        acc2 = gl.zeros([8, 16, 16], gl.float32, MMA)
+        acc3 = gl.zeros([8, 16, 16], gl.float32, MMA)
+        if t0 < t1:
+            mbarrier.wait(scales_bar.index(stage), phase)
+            four_a, four_b = scale_words(scales_s.index(stage), BYTES)
+            prepare(four_a, lo0_s, hi0_s)
+            prepare(four_b, lo1_s, hi1_s)
+        gl.thread_barrier()
         for t in range(t0, t1):
-            # not known to be 0: what describes operands to a product is made where it is used, not kept in registers
-            o = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-            now = gl.load((base + TRAILER_AT).to(gl.pointer_type(gl.float32))) * 128.0
-            s = s.to(gl.int32)
-            v0_s.index(o)._reinterpret(gl.int32, [64, 128], PAIR_S).store(_low(x, _scale(s)))
-            v1_s.index(o)._reinterpret(gl.int32, [64, 128], PAIR_S).store(_high(x, _scale(s >> 8)))
-            r_s.index(o)._reinterpret(gl.int32, [64, 32], PAIR_S).store(r)
-            base = pool_ptr + (ahead.to(gl.int64) * N + n) * PAGE_BYTES
-            x, s, r = _ask(base, (t + 1) % 2, KS_AT, ROPE_AT)
-            ahead = gl.load(table + gl.minimum(t + 2, last) // 2)
-            fence_async_shared()
-            s1 = warpgroup_mma(r_s.index(o), qr_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
-            s0 = warpgroup_mma(v0_s.index(o), q0_s.index(o).permute([1, 0]), zero, use_acc=False, is_async=True)
-            s0 = warpgroup_mma(v1_s.index(o), q1_s.index(o).permute([1, 0]), s0, is_async=True)
-            s0, s1 = warpgroup_mma_wait(0, [s0, s1])
-            s_TR = s0 * (back_R * now)[None, :] + s1 * back_R[None, :] + mean_R[None, :]
-            s_TR = gl.where((t * 64 + t_T < stored)[:, None], s_TR, float("-inf"))
-            # maximum: of a warp, then of all
-            max_s.store(gl.max(gl.max(gl.reshape(s_TR, [4, 2, 8, 16]), axis=1), axis=1))
-            new_R = gl.maximum(m_R, gl.convert_layout(gl.max(max_s.load(MAX_L), axis=0), HEAD))
-            alpha_R = _exp2(m_R - new_R)
-            m_R = new_R
-            p_TR = _exp2(s_TR - new_R[None, :])
-            l_TR = l_TR * alpha_R[None, :] + p_TR
-            p_s.index(o).store(p_TR.to(gl.float16))
-            # accumulators are in units of the page's factor, a power of two
-            alpha_R = alpha_R * (was / now)
-            acc0 = acc0 * alpha_R[None, :]
-            acc1 = acc1 * alpha_R[None, :]
+            s = stage
+            more = t + PLACES < t1
+            mbarrier.wait(codes_bar.index(s), phase)
+            mbarrier.wait(rope_bar.index(s), phase)
+            stage = (stage + 1) % PLACES
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+            x0, x1, x2, x3 = scores(
+                codes_s.index(s), rope_s.index(s), 0, lo0_s, hi0_s, qs, qr, k7, k8, part_s, turn_s, A, X, MMA, R_A, R_MMA)
+            gl.thread_barrier()
+            _expect(codes_bar, scales_bar, rope_bar, s, more)
+            m_R, l_TR = softmax(t * 64, stored, now, was, back_R, mean_R, m_R, l_TR, part_s, turn_s, p_s, alpha_s, SUM)
+            gl.thread_barrier()
+            acc0, acc1, acc2, acc3 = add_values(p_s, alpha_s, x0, x1, x2, x3, acc0, acc1, acc2, acc3, A, MMA)
+            x0, x1, x2, x3 = scores(
+                codes_s.index(s), rope_s.index(s), 1, lo1_s, hi1_s, qs, qr, k7, k8, part_s, turn_s, A, X, MMA, R_A, R_MMA)
+            mbarrier.wait(scales_bar.index(stage), phase, pred=t + 1 < t1)
+            four_a, four_b = scale_words(scales_s.index(stage), BYTES)
+            gl.thread_barrier()
+            # the place has been read
+            _ask(codes, rest, rope, ahead * N + n, (t + PLACES) % 2, codes_s, scales_s, rope_s, codes_bar, scales_bar, rope_bar, s, KS_LINE,
+                 ROPE_LINE, more)
+            ahead = gl.load(table + gl.minimum(t + PLACES + 1, last) // 2)
+            prepare(four_a, lo0_s, hi0_s)
+            prepare(four_b, lo1_s, hi1_s)
+            m_R, l_TR = softmax(t * 64 + 32, stored, now, now, back_R, mean_R, m_R, l_TR, part_s, turn_s, p_s, alpha_s, SUM)
             was = now
-            fence_async_shared()
-            acc0 = warpgroup_mma(v0_s.index(o).permute([1, 0]), p_s.index(o), acc0, is_async=True)
-            acc1 = warpgroup_mma(v1_s.index(o).permute([1, 0]), p_s.index(o), acc1, is_async=True)
-            acc0, acc1 = warpgroup_mma_wait(0, [acc0, acc1])
+            now = gl.load((pool_ptr + (near.to(gl.int64) * N + n) * PAGE_BYTES + TRAILER_AT).to(gl.pointer_type(gl.float32)))
+            near = gl.load(table + gl.minimum(t + 2, last) // 2)
+            gl.thread_barrier()
+            acc0, acc1, acc2, acc3 = add_values(p_s, alpha_s, x0, x1, x2, x3, acc0, acc1, acc2, acc3, A, MMA)
 
-        l_R = gl.sum(l_TR, axis=0)
+        l_R = gl.sum(l_TR, axis=0) * 0.015625
+        gl.thread_barrier()
+        alpha_s.store(l_R)
+        gl.thread_barrier()
+        sums = gl.expand_dims(gl.expand_dims(alpha_s.load(ACC_H), 0), 2)
         r_R = gl.arange(0, 16, HEAD)
-        ch_C = _channel(gl.arange(0, 256, TOKEN))
-        mean_C = k_mean_ptr + n * 512 + ch_C
-        gain_C = k_gain_ptr + n * 512 + ch_C
-        at = part_ptr + slot * 8192 + (r_R * 512)[None, :] + ch_C[:, None]
-        gl.store(at, acc0 * was / gl.load(gain_C)[:, None] + l_R[None, :] * gl.load(mean_C)[:, None])
-        gl.store(at + 32, acc1 * was / gl.load(gain_C + 32)[:, None] + l_R[None, :] * gl.load(mean_C + 32)[:, None])
+        g_G = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+        w_W = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+        r_A = gl.arange(0, 16, ACC_H)
+        ch = gl.expand_dims(gl.expand_dims(g_G * 64, 1), 2) + gl.expand_dims(gl.expand_dims(w_W * 2, 0), 1)
+        at = part_ptr + slot * 8192 + (ch + gl.expand_dims(gl.expand_dims(r_A * 512, 0), 2))
+        unit_1 = was * 2.0
+        gl.store(at, acc0 * unit_1 / gl.load(gain_ptr + ch) + sums * gl.load(mean_ptr + ch))
+        gl.store(at + 1, acc1 * unit_1 / gl.load(gain_ptr + ch + 1) + sums * gl.load(mean_ptr + ch + 1))
+        gl.store(at + 32, acc2 * unit_1 / gl.load(gain_ptr + ch + 32) + sums * gl.load(mean_ptr + ch + 32))
+        gl.store(at + 33, acc3 * unit_1 / gl.load(gain_ptr + ch + 33) + sums * gl.load(mean_ptr + ch + 33))
         gl.store(ml_ptr + (slot * 16 + r_R) * 2, m_R)
         gl.store(ml_ptr + (slot * 16 + r_R) * 2 + 1, l_R)
 
 
-PROGRAMS = 2  # of a multiprocessor: 93 KB of shared memory and up to 255 registers a thread each
+PROGRAMS = 2  # of a multiprocessor: 255 registers a thread, 90 KB of shared memory
+PLACES = 3  # half pages on their way or being read
 
 
-def serves(layout: PageLayout, queries: int, sliding: int, softcap: float, device: torch.device) -> bool:
+def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    """What copies read: codes by halves of a row, the rest of a record in lines of 128 bytes."""
+    lines = layout.page_bytes // 128
+    flat = pool_PNb.view(-1)
+    records = flat.numel() // layout.page_bytes
+    codes = TensorDescriptor(flat, [records, 4, 2, 32, 128], [layout.page_bytes, 8192, 128, 256, 1], [1, 2, 2, 32, 128], CODES)
+    rest = TensorDescriptor(flat, [records, lines, 128], [layout.page_bytes, 128, 1], [1, 8, 128], PLAIN)
+    half = flat.view(torch.float16)
+    return codes, rest, TensorDescriptor(half, [records, lines, 64], [layout.page_bytes // 2, 64, 1], [1, 64, 64], ROPES)
+
+
+def constants(layout: PageLayout) -> dict[str, int]:
+    """What the kernel is compiled for, beside the shapes."""
+    at = {k: v[0] for k, v in layout.offsets.items()}
+    return {"PAGE_BYTES": layout.page_bytes, "KS_LINE": at["k_scales"] // 128, "ROPE_LINE": at["k_rope"] // 128,
+            "TRAILER_AT": at["trailer"], "PLACES": PLACES}
+
+
+def serves(layout: PageLayout, pool_PNb: torch.Tensor, queries: int, sliding: int, softcap: float) -> bool:
     """Whether `attend_latent` takes a call: one query a sequence over FP4 pages of DeepSeek's shape, on Hopper."""
     f = layout.format
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-    return (hopper and f.code == "fp4" and f.order == "planes" and f.scale == "e4m3" and f.block == 32 and layout.k_dim == 512
+    hopper = pool_PNb.device.type != "cuda" or torch.cuda.get_device_capability(pool_PNb.device)[0] == 9
+    # what copies read starts at a multiple of 16 bytes
+    there = pool_PNb.numel() > 0 and pool_PNb.data_ptr() % 16 == 0
+    return (hopper and there and f.code == "fp4" and f.order == "planes" and f.scale == "e4m3" and f.block == 32 and layout.k_dim == 512
             and layout.v_dim == 0 and layout.rope == 64 and layout.outliers == 0 and queries == 1 and sliding == 0 and softcap == 0)
 
 

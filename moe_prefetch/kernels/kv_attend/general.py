@@ -237,9 +237,9 @@ def attend_general(
 def merge_parts(
     q_len_ptr, length_ptr, logit_ptr, part_ptr, ml_ptr, span_ptr, out_ptr, lse_ptr,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, LOGIT: tl.constexpr,
-    SB: tl.constexpr,
+    SB: tl.constexpr, PDL: tl.constexpr = False,
 ):
-    """One query row of all: its slots and the learned logit. out FP32 [B, N, R, DV], lse FP32 [B, N, R]."""
+    """DP channels of one query row of all: its slots and the learned logit. out FP32 [B, N, R, DV], lse FP32 [B, N, R]."""
     BLOCKS: tl.constexpr = (R + RP - 1) // RP
     at = tl.program_id(0)
     head = at // R
@@ -247,10 +247,12 @@ def merge_parts(
     b = head // N
     item = head * BLOCKS + row // RP
     r = row % RP
-    d_D = tl.arange(0, DP)
+    d_D = tl.program_id(1) * DP + tl.arange(0, DP)
     s_S = tl.arange(0, SB)
     q_len = tl.load(q_len_ptr + b)
     there = (row % T < q_len) & (tl.load(length_ptr + b) - q_len + row % T >= 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     s0 = tl.load(span_ptr + item * 2)
     s1 = tl.load(span_ptr + item * 2 + 1)
     m = NONE
@@ -278,7 +280,8 @@ def merge_parts(
     there = there & (total > 0)
     safe = tl.where(there, total, 1.0)
     tl.store(out_ptr + at * DV + d_D, tl.where(there, acc_D / safe, 0.0), mask=d_D < DV)
-    tl.store(lse_ptr + at, tl.where(there, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf")))
+    if tl.program_id(1) == 0:
+        tl.store(lse_ptr + at, tl.where(there, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf")))
 
 
 # launch ----------------------------------------------------------------------------------------------------------------

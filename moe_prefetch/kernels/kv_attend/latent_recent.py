@@ -68,9 +68,11 @@ def latent_recent(
 def attend_recent(
     q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, recent_k_ptr, recent_first_ptr, part_ptr, ml_ptr, B, programs, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    SINKS: tl.constexpr, RING: tl.constexpr,
+    SINKS: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
 ):
     """The FP16 tokens of one item beside `fused_latent.attend_latent`, which has `programs` over the pages: the slot after its last."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (R + RP - 1) // RP
     DQ: tl.constexpr = D + ROPE
     item = tl.program_id(0)
@@ -97,3 +99,6 @@ def attend_recent(
         q_at, row_R, on_R, 256.0 / amax_R, amax_R * (scale_log2 / 256.0), qpos_R, head, tl.load(stored_ptr + b), length,
         tl.load(recent_first_ptr + b), sink_k_ptr, recent_k_ptr, part_ptr + slot * RP * D, ml_ptr + slot * RP * 2,
         T, D, ROPE, RP, SINKS, RING, 0, 0.0)
+    if PDL and item == tl.num_programs(0) - 1:
+        # the end of this launch is to mean the end of that before it
+        tl.extra.cuda.gdc_wait()
