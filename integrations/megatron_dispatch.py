@@ -4,7 +4,8 @@
         model(tokens, positions, mask)
 
 Router, shared experts and everything around stay Megatron's; each MoE layer gets another token dispatcher, and its experts' weights move
-into records (the parameters then are views of these, so state dicts and weight updates go on). Nothing is read back from a device.
+into records (the parameters then are views of these, so state dicts and updates in place go on; pieces of an optimizer's buffer are kept
+beside them, and get what the weights hold at `close`). Nothing is read back from a device.
 """
 from __future__ import annotations
 
@@ -45,8 +46,15 @@ def weights_of(moe: MoELayer) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """This rank's experts: ([2 F, D], gate rows first; [D, F]) of each. Raises UnsupportedModelError."""
     config, experts = moe.config, moe.experts
     said = {"moe_latent_size": getattr(config, "moe_latent_size", None), "add_bias_linear": config.add_bias_linear,
-            "moe_apply_probs_on_input": config.moe_apply_probs_on_input, "fp8": getattr(config, "fp8", None)}
+            "moe_apply_probs_on_input": config.moe_apply_probs_on_input, "fp8": getattr(config, "fp8", None),
+            "activation_func_clamp_value": getattr(config, "activation_func_clamp_value", None),
+            "glu_linear_offset": getattr(config, "glu_linear_offset", None),
+            "moe_mlp_glu_interleave_size": getattr(config, "moe_mlp_glu_interleave_size", None)}
     wrong = [f"{k} is {v}" for k, v in said.items() if v]
+    if hasattr(moe, "_inference_token_dispatcher"):
+        wrong.append("transformer_impl inference_optimized puts a dispatcher of its own in place at every pass")
+    if getattr(moe, "use_shared_expert", False) and config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
+        wrong.append("moe_shared_expert_overlap under tensor parallelism leaves the shared expert's sum to Megatron's dispatcher")
     if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
         wrong.append("its activation is no SwiGLU")
     if getattr(experts, "tp_group", None) is not None and experts.tp_group.size() > 1:
@@ -109,6 +117,12 @@ class _Dispatcher(MoETokenDispatcher):
         return hidden_SBD
 
 
+def _digest(data: torch.Tensor) -> int:
+    """Of its bits, each place with a weight of its own; exact, so equal bits have equal ones."""
+    bits = data.contiguous().view(torch.int16 if data.element_size() == 2 else torch.int32).flatten().long()
+    return int((bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum())
+
+
 def _done(hidden: torch.Tensor, tokens_per_expert: None, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
     """In place of the experts' `forward`: the dispatcher's flight ran them."""
     return hidden, None
@@ -130,13 +144,21 @@ class ServedExperts:
                                         expected="one for all layers", do="serve this model by Megatron's own dispatcher")
         fc1, fc2 = weights[0][0]
         self._form = Form(str(fc1.dtype).removeprefix("torch."), fc2.shape[0], fc2.shape[1])
-        self._table(weights, self._form.layout(), fc1.device)
         group = Group.of(first.ep_group)
         placement = Placement.even(first.config.num_moe_experts, group.size)
         spec = {size: DispatchSpec(self._form.hidden, first.config.moe_router_topk, fc1.dtype, size, deterministic) for size in modes}
         self.steps = Steps(group, modes, placement, deadline=deadline, attach_deadline=attach_deadline)
         self.dispatches = {size: Dispatch(group, spec[size], placement, mode, local=self._local, device=fc1.device, deadline=deadline,
                                           attach_deadline=attach_deadline) for size, mode in sorted(modes.items())}
+        self._lent: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._had: list[Any] = []
+        self._views: list[tuple[nn.Parameter, int]] = []
+        try:
+            # After everything that may be refused.
+            self._table(weights, self._form.layout(), fc1.device)
+        except BaseException:
+            self.close()
+            raise
         self._only = next(iter(modes)) if len(modes) == 1 else None
         self._now = self.dispatches[min(modes)]
         self._had = [(m, m.token_dispatcher, m.shared_expert_overlap) for m in self._layers]
@@ -153,7 +175,12 @@ class ServedExperts:
                 for record, (fc1, fc2) in zip(self._records[layer], pairs, strict=True):
                     layout.pack({"gate_up": fc1, "down": fc2}, record)
                     views = layout.views(record)
-                    fc1.data, fc2.data = views["gate_up"], views["down"]
+                    for weight, view in ((fc1, views["gate_up"]), (fc2, views["down"])):
+                        if weight.untyped_storage().nbytes() > weight.nbytes or hasattr(weight, "main_grad"):
+                            # A piece of a buffer that others know, as an optimizer's over all ranks: it is wanted back.
+                            self._lent.append((weight, weight.data, _digest(weight.data)))
+                        weight.data = view
+                        self._views.append((weight, view.data_ptr()))
             self._where = [torch.tensor([r.data_ptr() for r in records], dtype=torch.int64, device=device) for records in self._records]
 
     def _local(self, layer: int, rows_ND: torch.Tensor, ids_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
@@ -163,12 +190,19 @@ class ServedExperts:
     def dispatch_for(self, layer: int, tokens: int) -> Dispatch:
         """What runs this layer. At a pass's first layer ranks agree on its size, if there are several. Raises ShapeError, PeerError."""
         if layer == 0:
+            if any(moe.token_dispatcher._flight is not None for moe in self._layers):
+                raise SessionError("a forward pass broke off", where="serve_experts", expected="passes that end on every rank",
+                                   do="close it and call serve_experts again, on every rank")
             size = self.size or self._only
             self._now = self.dispatches[self.steps.next(tokens).size if size is None else size]
         return self._now
 
     def check(self) -> None:
-        """Between passes: raises PeerError where a device found that a rank did not come. See `Dispatch.check`."""
+        """Between passes: raises PeerError where a device found that a rank did not come (see `Dispatch.check`), SessionError where a
+        weight lies elsewhere than when it was served: what is written into weights is seen, another tensor in their place is not."""
+        if any(weight.data_ptr() != address for weight, address in self._views):
+            raise SessionError("weights of experts were put elsewhere", where="serve_experts", expected="values copied into the weights",
+                               do="close it, load without assign=True, and call serve_experts again")
         for dispatch in self.dispatches.values():
             dispatch.check()
 
@@ -177,7 +211,12 @@ class ServedExperts:
         for moe, dispatcher, overlap in self._had:
             moe.token_dispatcher, moe.shared_expert_overlap = dispatcher, overlap
             del moe.experts.forward
-        self._had = []
+        for weight, data, digest in self._lent:
+            # What was written to the buffer meanwhile is newer than what was served.
+            if _digest(data) == digest:
+                data.copy_(weight.detach())
+            weight.data = data
+        self._had, self._lent, self._views = [], [], []
         for dispatch in self.dispatches.values():
             dispatch.close()
         self.steps.close()

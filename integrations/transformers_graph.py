@@ -171,10 +171,12 @@ def _key(model: Any, cache: Cache, inputs: dict[str, Any], mask: torch.Tensor | 
 
 
 def _given(name: str) -> Any:
-    """What `generate` was given: transformers 5.17 hands a callable neither streamer nor synced_gpus nor assistant_model."""
-    frame = sys._getframe(2)
-    asked = frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
-    return frame.f_locals.get(name) if asked else None
+    """What `generate` was given: transformers 5.17 hands a callable neither streamer nor synced_gpus nor assistant_model. It may have been
+    wrapped on its way here."""
+    frame, code = sys._getframe(2), inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_locals.get(name) if frame is not None else None
 
 
 def _refuse(model: Any, cache: Any, config: Any, assistant: Any, synced: bool, padded: bool) -> None:

@@ -7,8 +7,8 @@ are read, queries are taken to the latents instead, and the output from them: th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 MLA_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
-def as_they_are(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Where autocast is on: a while without it. What a cache keeps, and the law of what is read, have dtypes of their own."""
+@contextmanager
+def as_they_are(x: torch.Tensor) -> Iterator[None]:
+    """A while without autocast and inference mode: what a cache keeps, and the law of what is read, have dtypes of their own, and a
+    cache made in inference mode is written to outside of it, too."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
 
 
 @dataclass

@@ -63,7 +63,8 @@ class Steps:
 
     def __init__(self, group: Group, modes: Mapping[int, Mode], placement: Placement, *, replan: Replan | None = None,
                  deadline: float = 30.0, attach_deadline: float = DEADLINE, runtime: Runtime = REAL) -> None:
-        if not modes or min(modes) < 1 or not set(modes.values()) <= set(MODES):
+        sizes = [m for m in modes if isinstance(m, int) and m >= 1]
+        if not modes or len(sizes) < len(modes) or not all(mode in MODES for mode in modes.values()):
             raise ConfigError(f"steps {dict(modes)}", where="steps", expected=f"sizes of 1 or more, modes {', '.join(MODES)}",
                               do="mend them")
         group.agree("steps", {"modes": str(sorted(modes.items())), "placement": placement.digest, "replan": str(replan)}, attach_deadline)

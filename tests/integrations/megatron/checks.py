@@ -139,7 +139,13 @@ class Checks:
     def test_experts_that_no_kernel_computes_are_refused(self, results: Results) -> None:
         (said,) = results("serve_refuses")
         assert "no SwiGLU" in said["gelu"] and "add_bias_linear is True" in said["bias"] and "SimpleNamespace" in said["other"]
-        assert said["grouped"]
+        assert "activation_func_clamp_value is 1.0" in said["clamp"] and "glu_linear_offset is 1.0" in said["offset"]
+        assert "moe_mlp_glu_interleave_size is 2" in said["moe_mlp_glu_interleave_size"]
+        assert "inference_optimized" in said["_inference_token_dispatcher"] and said["grouped"]
+
+    def test_weights_in_a_buffer_come_back_and_a_broken_pass_says_so(self, results: Results) -> None:
+        (said,) = results("serve_refuses")
+        assert said["lent"] and "a forward pass broke off" in said["broken"] and "put elsewhere" in said["elsewhere"]
 
     def test_replay_records_the_same_choices(self, results: Results) -> None:
         (found,) = results("routing_replay")

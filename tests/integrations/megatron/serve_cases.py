@@ -83,21 +83,61 @@ def serve_tp2ep2(folder: Path) -> dict[str, Any]:
     return served(folder, tp=2, ep=2)
 
 
+def lent_and_broken() -> dict[str, Any]:
+    """Weights that are pieces of an optimizer's buffer get back there; and a pass that an error ended."""
+    model = model_of()
+    weights = [w for m in model.modules() if type(m).__name__ == "MoELayer" for pair in weights_of(m) for w in pair]
+    buffer = torch.cat([w.detach().flatten() for w in weights])
+    for w, piece in zip(weights, buffer.split([w.numel() for w in weights]), strict=True):
+        w.data = piece.view_as(w)
+    where, want = [w.data_ptr() for w in weights], [w.detach().clone() for w in weights]
+    with serve_experts(model, deadline=20.0) as serving, torch.no_grad():
+        weights[0].add_(1.0)
+        buffer[-1] += 1.0
+        moved = [w.data_ptr() for w in weights] != where
+        run(model, 1)
+        shared = next(m for m in model.modules() if type(m).__name__ == "MoELayer").shared_experts
+        hook = shared.register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            run(model, 1)
+        except ZeroDivisionError:
+            hook.remove()
+        broken = refusal(lambda: run(model, 1))
+        kept = weights[2].data
+        weights[2].data = kept.clone()
+        moved_on = refusal(serving.check)
+        weights[2].data = kept
+        serving.close()
+    want[0] += 1.0
+    want[-1].view(-1)[-1] += 1.0
+    back = moved and [w.data_ptr() for w in weights] == where
+    return {"lent": back and all(torch.equal(w, x) for w, x in zip(weights, want, strict=True)), "broken": broken, "elsewhere": moved_on}
+
+
 @case(1)
 def serve_refuses(folder: Path) -> dict[str, Any]:
     """Experts that our kernel does not compute; and how Transformer Engine's grouped layers carry theirs."""
     said = {}
     for name, change in {"gelu": {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
-                         "bias": {"add_bias_linear": True}}.items():
+                         "bias": {"add_bias_linear": True}, "clamp": {"activation_func_clamp_value": 1.0},
+                         "offset": {"glu_linear_offset": 1.0}}.items():
         harness.groups()
         (model,) = harness.build(harness.config(**harness.sizes(**change)))
         said[name] = refusal(lambda: serve_experts(model))  # noqa: B023
+    said |= lent_and_broken()
     (moe,) = [m for m in model_of().modules() if type(m).__name__ == "MoELayer"][:1]
     plain = weights_of(moe)
     fcs = [SimpleNamespace(**{f"weight{i}": pair[n] for i, pair in enumerate(plain)}) for n in range(2)]
     grouped = SimpleNamespace(config=moe.config, layer_number=1, num_local_experts=moe.num_local_experts,
                               experts=SimpleNamespace(linear_fc1=fcs[0], linear_fc2=fcs[1]))
     said["grouped"] = all(a is b for x, y in zip(weights_of(grouped), plain, strict=True) for a, b in zip(x, y, strict=True))  # type: ignore[arg-type]
+    for key, value in (("moe_mlp_glu_interleave_size", 2), ("_inference_token_dispatcher", None)):
+        odd = SimpleNamespace(**vars(grouped))
+        if key.startswith("_"):
+            setattr(odd, key, value)
+        else:
+            odd.config = SimpleNamespace(**{**vars(moe.config), key: value})
+        said[key] = refusal(lambda: weights_of(odd))  # type: ignore[arg-type]  # noqa: B023
     grouped.experts = SimpleNamespace()
     said["other"] = refusal(lambda: weights_of(grouped))  # type: ignore[arg-type]
     return said
