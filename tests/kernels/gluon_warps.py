@@ -1,6 +1,6 @@
 """Runs a Gluon kernel whose warps have different roles on a CPU: `gluon_cpu`'s stand-ins, a thread for each role, barriers that count.
 
-A wait that nobody ends is an error, as is a copy that no barrier expects.
+A wait that nobody ends is an error, as is a copy that no barrier expects. Quotients round to zero, as they do on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,26 @@ import torch
 
 from .gluon_cpu import Pointer, Tensor, modules, unwrap
 
-PATIENCE = 60.0  # seconds that a role waits for another
+PATIENCE = 30.0  # seconds that a role waits for another
+
+
+class ToZero(ast.NodeTransformer):
+    """`//` and `%` as calls of `quotient` and `rest`."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        name = {ast.FloorDiv: "quotient", ast.Mod: "rest"}.get(type(node.op))
+        return node if name is None else ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], [])
+
+
+def quotient(a: Any, b: Any) -> Any:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return Tensor(torch.div(torch.as_tensor(unwrap(a)), torch.as_tensor(unwrap(b)), rounding_mode="trunc"))
+    return abs(a) // b * (1 if a >= 0 else -1)
+
+
+def rest(a: Any, b: Any) -> Any:
+    return a - quotient(a, b) * b
 
 
 class Barrier:
@@ -82,6 +101,7 @@ class Kernel:
     def __init__(self, path: str, name: str, records: list[torch.Tensor], **own: Any) -> None:
         tree = ast.parse(Path(path).read_text())
         tree.body = [x for x in tree.body if kept(x)]
+        tree = ast.fix_missing_locations(ToZero().visit(tree))
         self.code, self.name, self.records, self.own = compile(tree, path, "exec"), name, records, own
 
     def __getitem__(self, grid: tuple[int]) -> Any:
@@ -155,6 +175,7 @@ def run(code: Any, own: dict[str, Any], name: str, programs: int, records: list[
         MBarrierLayout=lambda: None, arrive=arrive, wait=lambda bar, parity: bars[bar.key].wait(int(unwrap(parity))),
         init=lambda bar, count: bars.__setitem__(bar.key, Barrier(count)),
         expect=lambda bar, size: bars[bar.key].change(1, size))
+    space |= {"quotient": quotient, "rest": rest}
     exec(code, space)
     space |= own
     for i in range(programs):
