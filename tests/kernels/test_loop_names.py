@@ -1,5 +1,5 @@
-"""A trap of Triton's and Gluon's compiler: a name that is another one's value before a loop, and is set to that one in the loop, is not carried
-through it, without a word. (Seen on an H200: the descriptor of an expert's weights was not made anew.)"""
+"""A trap of Triton's and Gluon's compiler: a name that has another one's value before a loop, and is set to that one in the loop, is not
+carried through it, without a word. (Seen on an H200: the descriptor of an expert's weights was not made anew.)"""
 
 from __future__ import annotations
 
