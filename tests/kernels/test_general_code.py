@@ -49,7 +49,9 @@ def run(script: str, *names: str) -> list[dict[str, object]]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", [["fp4_d96", "mla_fp4"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)])
 def test_within_budget(names: list[str]) -> None:
-    for fact in run("general_code.py", *names):
+    found = run("general_code.py", *names)
+    assert sorted(str(fact["name"]) for fact in found) == sorted(names)
+    for fact in found:
         loop, mma = BUDGET[str(fact["name"])]
         assert fact["spills"] == 0, fact
         assert fact["reloads"] <= 32, fact

@@ -118,6 +118,22 @@ def hook(linear: torch.nn.Linear, attention: Any) -> Any:
     return linear.register_forward_hook(lambda _m, _x, out: out * 1.5)
 
 
+def hook_before(linear: torch.nn.Linear, attention: Any) -> Any:
+    return linear.register_forward_pre_hook(lambda _m, given: (given[0] * 1.5,))
+
+
+class Moved:
+    """As a hook of accelerate's, which wraps `forward` and is known by this name."""
+
+
+def moved(linear: torch.nn.Linear, attention: Any) -> Any:
+    linear._hf_hook, linear.weight.data = Moved(), linear.weight.data * 1.5
+
+
+def bias(linear: torch.nn.Linear, attention: Any) -> Any:
+    linear.bias = torch.nn.Parameter(linear.weight.detach().mean(1))
+
+
 def hook_everywhere(linear: torch.nn.Linear, attention: Any) -> Any:
     return torch.nn.modules.module.register_module_forward_hook(lambda m, _x, out: out * 1.5 if m is linear else None)
 
@@ -136,7 +152,7 @@ def packed(linear: torch.nn.Linear, attention: Any) -> Any:
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed), requires_grad=False)
 
 
-@pytest.mark.parametrize("change", [adapter, own_forward, hook, hook_everywhere, packed])
+@pytest.mark.parametrize("change", [adapter, own_forward, hook, hook_before, moved, bias, hook_everywhere, packed])
 def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would(change: Any) -> None:
     model, ids = models.mla(), models.ids(100, 1)
     before = make_cache(model, models.config("fp8", attention="pages"))
@@ -156,6 +172,11 @@ def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would(change: An
     with torch.no_grad():
         plain = models.mla()
         assert not alike(steps(plain, make_cache(plain.config, models.config("fp8")), ids), want)
+
+
+def test_a_weight_that_is_nowhere_is_not_used() -> None:
+    model = models.mla().to("meta")
+    assert {transformers_held._absorbs(m) for m in transformers_held.latent_layers(model)} == {"kv_b_proj is no plain linear layer"}
 
 
 def test_an_expand_kv_of_the_callers_own_stays(mla: Any) -> None:

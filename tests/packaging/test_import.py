@@ -33,3 +33,10 @@ def test_it_costs_under_half_a_second_over_torch() -> None:
     code = ("import time, torch; start = time.process_time(); import moe_prefetch; moe_prefetch.attach, moe_prefetch.Config;"
             "print(time.process_time() - start)")
     assert float(python(code)) < 0.5 or float(python(code)) < 0.5
+
+
+def test_a_checkouts_folder_has_all_of_the_package() -> None:
+    """Python's path begins with the folder one is in; what is installed comes behind it, and its finders are left out here."""
+    said = python("import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')];"
+                  "import moe_prefetch.integrations, moe_prefetch.model_configs; print(moe_prefetch.integrations.__file__)")
+    assert Path(said) == ROOT / "integrations" / "__init__.py"
