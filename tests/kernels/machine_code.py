@@ -60,10 +60,9 @@ CASES = {
 
 def machine_code(name: str) -> str:
     if name.startswith("decode_"):
-        case = name.removeprefix("decode_")
-        _, dim, rows, outliers = CASES[case.removeprefix("b64_")]
+        _, dim, rows, outliers = CASES[name.removeprefix("decode_")]
         kernels = compile_only()
-        call(64 if case.startswith("b64_") else 8, 8, rows, dim, 32768, outliers, 0.0)
+        call(8, 8, rows, dim, 32768, outliers, 0.0)
         return listing_of(next(k for k in kernels if k.metadata.name == "attend_decode"))
     fmt, dim, rows, outliers = CASES[name]
     layout = PageLayout(FORMATS[fmt], dim, dim, outliers)

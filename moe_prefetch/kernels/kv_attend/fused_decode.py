@@ -168,8 +168,8 @@ def attend_decode(
     S32: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0], [64, 0]]
     V_S: gl.constexpr = gl.SharedLinearLayout(S64 + [[64, 0]] if D == 128 else S64)
     K_S: gl.constexpr = V_S if D == 128 else gl.SharedLinearLayout(S32)
-    # every warp has the lengths of all sequences, in 16 lanes: sums of 32 come in uniform registers, which descriptors in the loop want
-    ROW: gl.constexpr = gl.BlockedLayout([BP // 16], [32], [4], [0])
+    # every warp has the lengths of all sequences
+    ROW: gl.constexpr = gl.BlockedLayout([BP // 32 if BP > 32 else 1], [32], [4], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     MAX_L: gl.constexpr = gl.DistributedLinearLayout(
