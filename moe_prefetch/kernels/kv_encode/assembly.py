@@ -43,8 +43,8 @@ def ask() -> str:
            "cvt.u64.u32 d, $6; add.u64 a, $4, d; shl.b64 d, d, 3; add.u64 b, $4, d; add.u64 c, a, d;"]
     for to, source, on in (("$2", "$4", 0), ("$3", "a", 8), ("$2+8192", "b", 64), ("$3+8192", "c", 72)):
         other = f"{to}+4096" if on < 64 else to.replace("8192", "12288")
-        out += [f"add.u32 t, $8, {on}; setp.lt.u32 p, t, $10; @p cp.async.cg.shared.global.L2::128B [{to}], [{source}], 16;",
-                f"@p cp.async.cg.shared.global.L2::128B [{other}], [{source}+64], 16;",
+        out += [f"add.u32 t, $8, {on}; setp.lt.u32 p, t, $10; @p cp.async.cg.shared.global [{to}], [{source}], 16;",
+                f"@p cp.async.cg.shared.global [{other}], [{source}+64], 16;",
                 f"@!p st.shared.v4.b32 [{to}], {{z, z, z, z}}; @!p st.shared.v4.b32 [{other}], {{z, z, z, z}};"]
     return " ".join([*out, "mov.u32 $0, 0; mov.u32 $1, 0; }"])
 
