@@ -7,9 +7,11 @@ are read, queries are taken to the latents instead, and the output from them: th
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,10 +94,7 @@ class LatentStep(Step):
         return torch.is_grad_enabled() and self.module.kv_b_proj.weight.requires_grad
 
     def attend(self, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        plain, rotary = query.split([self.module.qk_nope_head_dim, self.module.qk_rope_head_dim], -1)
-        into, out_of = (side.to(query.dtype) for side in _sides(self.module))
-        out = super().attend(torch.cat([plain @ into, rotary], -1), **options)
-        return out.to(query.dtype) @ out_of.mT
+        return through_latents(self.module, query, lambda q: super(LatentStep, self).attend(q, **options))
 
 
 class Held(torch.Tensor):
@@ -133,6 +132,44 @@ def _sides(module: Any) -> Pair:
     """Of each head: queries to latents [H, nope, r], and latents to outputs [H, v, r]; views of the layer's weight."""
     weight = module.kv_b_proj.weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, module.kv_b_proj.in_features)
     return weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)  # type: ignore[return-value]
+
+
+def through_latents(module: Any, query: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """An MLA layer's attention in absorbed form: `attend` has queries [B, H, T, r + rotary] and gives latents [B, H, T, r]; this gives
+    [B, H, T, v]."""
+    plain, rotary = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    into, out_of = (side.to(query.dtype) for side in _sides(module))
+    return attend(torch.cat([plain @ into, rotary], -1)).to(query.dtype) @ out_of.mT
+
+
+_SHOWN: weakref.WeakKeyDictionary[Any, Pair] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def latents_shown(model: Any) -> Iterator[None]:
+    """While open, MLA layers make heads as ever, and `latents_of` tells of what."""
+    before = {module: vars(module).get("expand_kv") for module in latent_layers(model)}
+
+    def show(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Pair:
+        _SHOWN[module] = kv_nope, k_rot
+        return type(module).expand_kv(module, kv_nope, k_rot)  # type: ignore[no-any-return]
+
+    for module in before:
+        module.expand_kv = partial(show, module)
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            _SHOWN.pop(module, None)
+            if own is None:
+                del module.expand_kv
+            else:
+                module.expand_kv = own
+
+
+def latents_of(module: Any) -> Pair:
+    """Latents [B, 1, T, r] and rotary parts [B, 1, T, rotary] that a layer just made heads of, under `latents_shown`."""
+    return _SHOWN[module]
 
 
 def _absorbs(module: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_attention import Attention, refuse_another_models, replace_attention
+from moe_prefetch.integrations.transformers_held import MLA_MODELS, latents_of, latents_shown, through_latents
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.basis import Basis
 from moe_prefetch.kv.codec import OutlierStats, make_coding, prompt_book, turns_keys
@@ -29,7 +31,7 @@ def log_probs(model: Any, token_ids: torch.Tensor, attention: Attention | None =
     """FP32 log-probabilities [S, vocab] of one text [S], or [B, S, vocab] of texts of one length [B, S], under another attention if given;
     with `keep`, of the last `keep` positions.
     """
-    with torch.no_grad(), replace_attention(model, attention) if attention else nullcontext():
+    with torch.no_grad(), replace_attention(model, attention) if attention else nullcontext(), latents_shown(model):
         logits = model(input_ids=token_ids.view(-1, token_ids.shape[-1]), use_cache=False, logits_to_keep=keep).logits
     return logits.float().log_softmax(-1).view(*token_ids.shape[:-1], *logits.shape[1:])
 
@@ -92,13 +94,15 @@ def decoded(
     """
     books: dict[int, tuple[PageLayout, Any, Basis | None]] = {}
 
-    def book_of(n: int, key: torch.Tensor, value: torch.Tensor) -> tuple[PageLayout, Any, Basis | None]:
+    def book_of(n: int, key: torch.Tensor, value: torch.Tensor, latent: bool) -> tuple[PageLayout, Any, Basis | None]:
         if n not in books:
             fmt = format_of(formats[n])
             outliers = 0 if policy == "none" and fmt.max_bits is not None else None
             # Outliers as the cache that will be served grants them.
             most = fmt.window_or(window) + max(settle, SETTLE) - 1
-            layout = layout_for(fmt, key.shape[-1], value.shape[-1], outliers=outliers, sinks=sinks, window=most)
+            dims = key.shape[-1], value.shape[-1]
+            granted = {"outliers": outliers, "sinks": sinks, "window": most}
+            layout = layout_for(fmt, dims[0], 0, rope=dims[1]) if latent else layout_for(fmt, *dims, **granted)
             made = (layout, key.shape[1], policy, key.device)
             if stats is not None and n not in stats.layers and fmt.has_book:
                 raise ConfigError(
@@ -118,17 +122,25 @@ def decoded(
         n = module.layer_idx
         if n not in formats:
             return own(module, query, key, value, *args, **kwargs)
-        if kwargs.get("softcap") or kwargs.get("s_aux") is not None or getattr(module, "kv_lora_rank", None):
+        latent = bool(getattr(module, "kv_lora_rank", None))
+        if kwargs.get("softcap") or kwargs.get("s_aux") is not None or (latent and module.config.model_type not in MLA_MODELS):
             raise UnsupportedModelError(
-                "soft-cap, sink logits and MLA's latents are not measured in one pass",
+                f"MLA of {module.config.model_type} is not measured" if latent else "soft-cap and sink logits are not measured in one pass",
                 where=type(module).__name__,
                 expected="plain softmax attention",
                 do="measure by generating with make_cache",
             )
-        layout, book, basis = book_of(n, key, value)
+        if latent:
+            key, value = latents_of(module)
+        layout, book, basis = book_of(n, key, value, latent)
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         kept = {"sinks": sinks, "window": layout.format.window_or(window), "settle": settle, "sliding": kwargs.get("sliding_window") or 0}
-        out = attend_as_decoded(query, key, value, layout, book, scale=scale, basis=basis, **kept)
+        attend = partial(attend_as_decoded, layout=layout, book=book, scale=scale, basis=basis, **kept)
+        if latent:
+            both = torch.cat([key, value], -1)
+            out = through_latents(module, query, lambda q: attend(q, both, value[..., :0]))
+        else:
+            out = attend(query, key, value)
         return out.transpose(1, 2).to(query.dtype), None
 
     return attention

@@ -123,13 +123,16 @@ def attend_as_decoded(
     Tokens leave the window `settle` at a time. A `book` that is a function sees all tokens beyond the sinks (`LayerStore`).
 
     The keys go through `kv_encode` and back; since the bytes of a page depend on its tokens alone, these are the bytes stepwise decode
-    would have read (tests compare the two). Returns FP32 out [B, H, T, dv]. Teacher-forced quality measurements use it.
+    would have read (tests compare the two). Of MLA k is latent and rotary part, v [B, 1, T, 0], q taken to the latents. Returns FP32 out
+    [B, H, T, dv] (MLA: [B, H, T, latent]). Teacher-forced quality measurements use it.
     """
     B, H, T, _ = q_BHTd.shape
     N = k_BNTd.shape[1]
     group = math.lcm(layout.format.append_group, settle)
     store = LayerStore(layout, N, book, batch=B, sinks=sinks, window=0, device=q_BHTd.device, basis=basis)
     store.append(k_BNTd, v_BNTd)
+    if not layout.v_dim:
+        v_BNTd = k_BNTd[..., : layout.k_dim]
     recent_k = k_BNTd.half().float() if basis is None else basis.restore(basis.keys(k_BNTd).half().float())
     recent_v, own_k, own_v = v_BNTd.half().float(), k_BNTd.float(), v_BNTd.float()
     store.settle()

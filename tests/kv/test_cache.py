@@ -284,9 +284,13 @@ def test_latents_of_mla_layers_are_calibrated(tmp_path: Path) -> None:
         make_cache(other, models.config(), found)
     with pytest.raises(ConfigError, match="a static cache can't make codebooks"):
         make_cache(model, models.config(), max_length=80)
-    for format in ("fp4-quality", "fp8"):
-        with pytest.raises(UnsupportedModelError, match="MLA"):
-            gate(model, [prompt[0]], found, format=format, max_kl=1.0, window=16)
+    verdict = gate(model, [prompt[0]], found, format="fp4-72", max_kl=0.02, window=16)
+    assert verdict.before.kl > 0.02 >= verdict.after.kl and verdict.layers and set(verdict.layers.values()) <= {"fp8", "fp16"}
+    within = gate(model, [prompt[0]], found, max_bits=9.0, window=16)
+    assert within.passed and set(within.layers) <= {0, 1}
+    model.config.model_type = "longcat_flash"
+    with pytest.raises(UnsupportedModelError, match="MLA of longcat_flash"):
+        gate(model, [prompt[0]], found, max_kl=1.0, window=16)
 
 
 def test_sliding_layers_stay_as_configured() -> None:

@@ -10,6 +10,7 @@ import torch
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
+from moe_prefetch.integrations.transformers_held import MLA_MODELS
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs, log_probs_pinned
 from moe_prefetch.kv.format import FORMATS, PageLayout, layout_for
 from moe_prefetch.kv.gate import drift, judge, judge_bits, spend
@@ -109,12 +110,14 @@ def test_axes_of_their_own_hold_a_part_of_a_rotated_key_bias(format: str) -> Non
     assert kl_of(stats) < 0.95 * kl_of(models.in_channels(stats))
 
 
-def test_the_gate_sees_what_generation_does() -> None:
-    model = models.llama()
+@pytest.mark.parametrize("family", ["llama", *MLA_MODELS])
+@pytest.mark.parametrize("format", ["fp8", "fp4-72"])
+def test_the_gate_sees_what_generation_does(family: str, format: str) -> None:
+    model = models.llama() if family == "llama" else models.mla(family)
     stats = calibrate(model, models.ids(200, 2, seed=9))
     text = models.ids(90)[0]
-    one_pass = log_probs(model, text, decoded(stats, {0: "fp8", 1: "fp8"}, window=16))
-    cache = make_cache(model.config, models.config("fp8"), stats)
+    one_pass = log_probs(model, text, decoded(stats, {0: format, 1: format}, window=16))
+    cache = make_cache(model.config, models.config(format), stats)
     with torch.no_grad():
         steps = torch.cat([model(input_ids=text[None, i : i + 1], past_key_values=cache).logits[0] for i in range(90)]).log_softmax(-1)
     exact = log_probs(model, text)
