@@ -62,6 +62,7 @@ class Step:
         k, v = self.store.gather(self.own[0].dtype)
         if not self.store.layout.v_dim:
             k, v = k.split([x.shape[3] for x in self.own], -1)
+        v = v.to(self.own[1].dtype)
         if isinstance(self.store, StaticStore):
             at = self.store.length[0] - n + torch.arange(n, device=k.device)
             return k.index_copy(2, at, self.own[0]), v.index_copy(2, at, self.own[1])
@@ -174,9 +175,14 @@ def latents_of(module: Any) -> Pair:
 
 def _absorbs(module: Any) -> str:
     """Why queries can't be taken to the latents here; empty: they can. Asked at each step: an adapter may have come since."""
-    made = module.kv_b_proj
+    made, whose = module.kv_b_proj, type(module).expand_kv
+    if (whose.__module__, whose.__qualname__) != (type(module).__module__, f"{type(module).__qualname__}.expand_kv") or (
+        not whose.__module__.startswith("transformers.models.")
+    ):
+        return "expand_kv is not transformers' own"
     weight, shape = getattr(made, "weight", None), (module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
     plain = type(made) is nn.Linear and made.bias is None and type(weight) in (nn.Parameter, torch.Tensor) and "forward" not in vars(made)
+    plain = plain and nn.Linear.forward.__module__ == "torch.nn.modules.linear"
     if not plain or not weight.is_floating_point() or weight.is_meta or weight.shape[0] % shape[0] or weight.shape[1] != shape[1]:
         return "kv_b_proj is no plain linear layer"
     anywhere = nn.modules.module

@@ -125,7 +125,7 @@ class PagedLayer(CacheLayerMixin):
         store.append(*both)
         if self.latent:
             past_k, past_v = past_k.split([key_states.shape[-1], value_states.shape[-1]], -1)
-        return torch.cat([past_k, key_states], 2), torch.cat([past_v, value_states], 2)
+        return torch.cat([past_k, key_states], 2), torch.cat([past_v.to(value_states.dtype), value_states], 2)
 
     def _direct(self, key_states: torch.Tensor) -> bool:
         """Whether attention may read this step from the store; where not, the report says so."""
@@ -250,7 +250,8 @@ class StaticPagedLayer(PagedLayer):
         k, v = k.split(split, -1) if self.latent else (k, v)
         # This call's own tokens, unrounded.
         at = store.length[0] - key_states.shape[2] + torch.arange(key_states.shape[2], device=key_states.device)
-        return k.index_copy(2, at, key_states), v.index_copy(2, at, value_states)
+        # Under autocast K may come in another dtype than V.
+        return k.index_copy(2, at, key_states), v.to(value_states.dtype).index_copy(2, at, value_states)
 
     def get_seq_length(self) -> Any:
         return 0 if self.static is None else self.static.length[0]

@@ -174,6 +174,26 @@ def test_a_layer_that_is_more_than_its_weight_makes_heads_as_it_would(change: An
         assert not alike(steps(plain, make_cache(plain.config, models.config("fp8")), ids), want)
 
 
+@pytest.mark.parametrize("change", ["subclass", "patched", "linear"])
+def test_a_class_of_the_callers_own_makes_heads_as_it_would(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = models.mla(), models.ids(100, 1)
+    attention, linear = type(model.model.layers[0].self_attn), torch.nn.Linear.forward
+    plain = attention.expand_kv
+    louder = lambda self, k, r: tuple(x * 1.5 for x in plain(self, k, r))  # noqa: E731
+    if change == "subclass":
+        model.model.layers[1].self_attn.__class__ = type("Own", (attention,), {"expand_kv": louder})
+    elif change == "patched":
+        monkeypatch.setattr(attention, "expand_kv", louder)
+    else:
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: linear(self, x) * 1.1)
+    with pytest.raises(ConfigError, match=r"transformers' own|no plain linear layer"):
+        make_cache(model, models.config("fp8", attention="pages"))
+    run = lambda: steps(model, make_cache(model.config, models.config("fp8")), ids)  # noqa: E731
+    want = under(model, "sdpa", run)
+    transformers_held.absorb(model)
+    assert alike(under(model, OURS, run), want)
+
+
 def test_a_weight_that_is_nowhere_is_not_used() -> None:
     model = models.mla().to("meta")
     assert {transformers_held._absorbs(m) for m in transformers_held.latent_layers(model)} == {"kv_b_proj is no plain linear layer"}

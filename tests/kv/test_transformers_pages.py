@@ -438,6 +438,22 @@ def test_auto_is_pages_on_a_gpu_where_attention_allows_it(llama, monkeypatch: py
     assert choose(mla, models.config()) == (OURS, "pages, over sdpa")
 
 
+@pytest.mark.parametrize("how", ["pages", "tensors"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_over_either_cache_in_pieces(llama, how: str, dtype: torch.dtype) -> None:
+    """K leaves RoPE in FP32 there, V comes in the dtype of autocast."""
+    ids, said = models.ids(90, 2), []
+    for size in (None, 120):
+        cache = make_cache(llama, models.config("fp8", attention=how), max_length=size)
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            want = llama(ids).logits.float()
+            got = [llama(piece, past_key_values=cache).logits for piece in (ids[:, :40], ids[:, 40:80], *ids[:, 80:].split(1, 1))]
+        said.append(torch.cat(got, 1).float())
+        assert float((said[-1] - want).norm() / want.norm()) < 0.06
+        del cache
+    assert float((said[0] - said[1]).norm() / said[0].norm()) < 0.06
+
+
 def test_each_cache_takes_back_what_it_switched_itself(llama) -> None:
     ids = models.ids(50)
     first = make_cache(llama, models.config(attention="pages"))
