@@ -29,7 +29,9 @@ def run(script: str, *names: str) -> list[str]:
     "names", [["decode_g4_d128_o8", "decode_g8_d128_o8", "g8_d128_o8"], pytest.param(list(BUDGET), marks=pytest.mark.nightly)]
 )
 def test_within_budget(names: list[str]) -> None:
-    for fact in map(json.loads, run("machine_code.py", *names)):
+    found = [json.loads(line) for line in run("machine_code.py", *names)]
+    assert sorted(str(fact["name"]) for fact in found) == sorted(names)
+    for fact in found:
         limit = BUDGET[str(fact["name"])]
         assert fact["fp8"] == limit["fp8"], f"{fact['name']}: scores and values go through {fact['fp8']} FP8 tensor instructions a page"
         assert fact["spills"] == 0
