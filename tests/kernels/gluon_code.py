@@ -1,12 +1,12 @@
-"""Compile the Gluon kernels of pages, of MLA and of experts for many tokens for sm_90 and say what their machine code is like. No GPU is
-needed.
+"""Compile the Gluon kernels of pages, of MLA and of experts, for one token and for many, for sm_90 and say what their machine code is like.
+No GPU is needed.
 
 usage: python tests/kernels/gluon_code.py [NAME ...]
 
-One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over half pages; experts: of a step with tiles of full width),
-products (tensor instructions), turns (matrices transposed in registers), lookups (8-byte loads from shared memory), barriers, spills,
-registers; experts also copies (of the bulk kind, in the
-whole kernel) and wide (tensor instructions of 256 columns in a step).
+One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over half pages; experts: of a step with tiles of full width;
+one token: of the longest loop over columns), products (tensor instructions), turns (matrices transposed in registers), lookups (8-byte
+loads from shared memory), barriers, spills, registers; experts also copies (of the bulk kind, in the whole kernel) and wide (tensor
+instructions of 256 columns in a step).
 """
 
 from __future__ import annotations
@@ -69,9 +69,22 @@ def experts(which: int) -> str:
     return listing_of([k for k in kernels if k.metadata.name == "product"][which])
 
 
+def token(which: int) -> str:
+    import torch
+
+    from moe_prefetch.kernels.expert_mlp import fused_token
+    from moe_prefetch.kernels.expert_mlp.record import Form
+
+    kernels = compile_only()
+    fused_token.launch(torch.zeros(1, 2880, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4),
+                       torch.zeros(128, dtype=torch.int64), Form("mxfp4", 2880, 2880, "bfloat16"), 7.0, 1.702)
+    return listing_of(kernels[which])
+
+
 CASES = {
     "encode_d64": lambda: encoder("fp4-72", 64), "encode_d128": lambda: encoder("fp4-quality", 128), "latent": latent,
     "experts_gate_up": lambda: experts(0), "experts_down": lambda: experts(1),
+    "token_gate_up": lambda: token(0), "token_down": lambda: token(1),
 }
 
 
@@ -84,6 +97,8 @@ def facts(name: str) -> dict[str, object]:
         body = max(loops(code), key=lambda b: (of(b), -len(b)))
     if name.startswith("experts"):
         body = min((b for b in loops(code) if any("HGMMA.64x256x16" in t for t in b)), key=len)
+    if name.startswith("token"):
+        body = max((b for b in loops(code) if of(b)), key=len)
     count = lambda pattern: sum(bool(re.search(pattern, t)) for t in body)  # noqa: E731
     more = {"copies": sum("UTMALDG" in t for t in whole), "wide": count(r"HGMMA\.64x256x16")} if name.startswith("experts") else {}
     return {
@@ -93,7 +108,7 @@ def facts(name: str) -> dict[str, object]:
         "turns": count("MOVM"),
         "lookups": count(r"LDS\.64"),
         "barriers": count(r"BAR\.SYNC"),
-        "spills": sum(bool(re.search(r"\b(STL|LDL)\b", t)) for t in (whole if more else body)),
+        "spills": sum(bool(re.search(r"\b(STL|LDL)\b", t)) for t in (whole if "expert" in name or "token" in name else body)),
         "registers": int(re.search(r"REG:(\d+)", code)[1]),
         **more,
     }

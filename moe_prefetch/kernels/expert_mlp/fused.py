@@ -27,9 +27,9 @@ from .record import Form
 # Gluon is experimental: another version's may differ
 GLUON = triton.__version__.startswith("3.6.")
 if GLUON:
-    from . import fused_prefill
+    from . import fused_prefill, fused_token
 
-PREFILL = ASM.value and GLUON
+PREFILL = TOKEN = ASM.value and GLUON
 
 CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16": FP16.value, "float8_e8m0fnu": E8M0.value}
 PDL = True
@@ -344,6 +344,8 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     """See `op.expert_mlp`; at least one token and one k."""
     (tokens, hidden), top_k, experts = hidden_TD.shape, ids_TK.shape[1], where_E.shape[0]
     pairs, device = tokens * top_k, hidden_TD.device
+    if TOKEN and fused_token.serves(form, hidden_TD.dtype, tokens, top_k, device):
+        return fused_token.launch(hidden_TD, ids_TK, weights_TK, where_E, form, limit, alpha)
     # Scratch: every element that is read has been written by this call.
     pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     count = torch.empty(experts, dtype=torch.int32, device=device)
