@@ -1,12 +1,13 @@
 """Compare every encoder of pages with the naive law on one GPU, byte by byte, and time those of FP4 pages; rows for
 `benchmarks/results/kv-attend.csv`.
 
-usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N] [--layouts REGEX] [--jobs N]
+usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N] [--layouts REGEX] [--jobs N] [--all]
 
 `--blocks` random scale blocks for `fp4-72` and `fp4-quality` at head dims 64 and 128 (whose times are taken), a hundredth of them for every
 other layout; each with every bf16 value in every lane, and appends of 1 to 128 tokens. Every difference is named, and the last line says
 which encoders `PROVEN` in `kernels/kv_encode/op.py` may name. Medians over replays of a CUDA graph. `copy_share` = (bytes read + bytes
 written) / time over the rate of the fastest device-to-device copy of the same run. `--jobs` processes compile beforehand.
+`--all` lets the Gluon encoder (`fused_pages.py`) write every layout it can, not only those of its PROVEN.
 """
 
 from __future__ import annotations
@@ -137,13 +138,17 @@ def main() -> int:
     ap.add_argument("--blocks", type=int, default=10**8)
     ap.add_argument("--layouts", default=".")
     ap.add_argument("--jobs", type=int, default=0)
+    ap.add_argument("--all", action="store_true")
     ap.add_argument("--warm", nargs="*", help=argparse.SUPPRESS)
     a = ap.parse_args()
+    if a.all:
+        fused.fused_pages.PROVEN = None
     if a.warm is not None:
         warm(a.warm)
         return 0
     names = [n for n in cases() if re.search(a.layouts, n)]
-    jobs = [subprocess.Popen([sys.executable, __file__, "--out", a.out, "--warm", *names[i :: a.jobs]]) for i in range(a.jobs)]
+    same = [sys.executable, __file__, "--out", a.out, *["--all"] * a.all]
+    jobs = [subprocess.Popen([*same, "--warm", *names[i :: a.jobs]]) for i in range(a.jobs)]
     for job in jobs:
         job.wait()
     torch.manual_seed(0)

@@ -175,6 +175,9 @@ def test_who_is_served(monkeypatch):
     assert fused_token.serves(form, bf16, 1, 4, gpu)
     assert not fused_token.serves(form, bf16, 2, 4, gpu) and not fused_token.serves(form, bf16, 1, 2, gpu)
     assert not fused_token.serves(form, bf16, 1, 4, torch.device("cpu"))
+    assert not fused_token.serves(Form("mxfp4", 2880, 3072, "bfloat16"), bf16, 1, 4, gpu), "not compared on a GPU yet"
+    monkeypatch.setattr(fused_token, "PROVEN", None)
+    assert fused_token.serves(Form("mxfp4", 2880, 3072), bf16, 1, 4, gpu)
     for other in (Form("bfloat16", 2880, 2880, "bfloat16"), Form("mxfp4", 256, 2880), Form("mxfp4", 2880, 1280), Form("mxfp4", 2880, 4224),
                   Form("mxfp4", 2880, 2880, "float32")):
         assert not fused_token.serves(other, bf16, 1, 4, gpu), other

@@ -370,8 +370,15 @@ def down(h_ptr, ids_ptr, weights_ptr, where_ptr, out_ptr, E: gl.constexpr, K: gl
 
 
 # launch ---------------------------------------------------------------------------------------------------------------------
+# (Hidden, width, biases) whose bits have been compared with the other kernels' on a GPU: gpt-oss. None: all there is room for.
+PROVEN: tuple[tuple[int, int, str], ...] | None = ((2880, 2880, "bfloat16"),)
+
+
 def serves(form: Form, dtype: torch.dtype, tokens: int, top_k: int, device: torch.device) -> bool:
-    """Whether a token goes this way: on Hopper, MXFP4 with biases in BF16 or none, matrices of a size that the kernels have room for."""
+    """Whether a token goes this way: on Hopper, MXFP4 with biases in BF16 or none, PROVEN matrices of a size that the kernels have room
+    for."""
+    if PROVEN is not None and (form.hidden, form.width, form.bias) not in PROVEN:
+        return False
     return (ASM.value and tokens == 1 and top_k == TOP_K and form.weights == "mxfp4" and form.bias in ("", "bfloat16")
             and dtype == torch.bfloat16 and form.hidden >= 128 * AHEAD and EARLY <= -(-form.width // 128) <= 32
             and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)

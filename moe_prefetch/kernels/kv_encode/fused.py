@@ -344,7 +344,7 @@ def encode(
         append_one[(len(runs_R4), N, 2)](
             *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, num_warps=1)
         return counts
-    pages = PAGES and fused_pages.serves(k_TNd, v_TNd)
+    pages = PAGES and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
     counts, ready = torch.empty(2, dtype=torch.int64, device=dev), torch.empty(9, N, D, dtype=torch.int32, device=dev)
     on = pages and ASM.value
     prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, PDL=on, num_warps=1)

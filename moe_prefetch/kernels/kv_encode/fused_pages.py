@@ -207,10 +207,20 @@ def encode_pages(
                 N, D, PAGE_BYTES, V_AT, VS_AT, TRAILER_AT)
 
 
-def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor) -> bool:
-    """Whether `encode_pages` reads such tokens here: 16-bit numbers, on Hopper."""
-    hopper = k_TNd.device.type != "cuda" or torch.cuda.get_device_capability(k_TNd.device)[0] == 9
-    return hopper and k_TNd.dtype in (torch.bfloat16, torch.float16) and v_TNd.dtype in (torch.bfloat16, torch.float16)
+# (Head dim, outliers) whose bytes have been compared with the law's on a GPU, of tokens in BF16; others are `fused.encode_pages`' there.
+# None: all of them, which is how `benchmarks/kv_encode.py --all` compares the others.
+PROVEN: tuple[tuple[int, int], ...] | None = ((64, 1), (128, 4))
+
+
+def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor, outliers: int) -> bool:
+    """Whether `encode_pages` reads such tokens here: 16-bit numbers, on Hopper, in a layout that is PROVEN."""
+    dtypes = {k_TNd.dtype, v_TNd.dtype}
+    if not dtypes <= {torch.bfloat16, torch.float16}:
+        return False
+    if k_TNd.device.type != "cuda":
+        return True
+    proven = PROVEN is None or ((k_TNd.shape[-1], outliers) in PROVEN and dtypes == {torch.bfloat16})
+    return proven and torch.cuda.get_device_capability(k_TNd.device)[0] == 9
 
 
 @cache
