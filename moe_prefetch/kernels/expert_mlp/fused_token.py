@@ -6,10 +6,7 @@
            EARLY tiles asked for before the wait for `gate_up`; h is row 0 of M. The experts are added in ascending order in the same
            program, so there is no `combine`.
 
-The next call's `gate_up` may start when the products of `down` are done: earlier, its programs would crowd where there are none of `down`.
-
-Products are those of `fused.py` in the same order; a tile's columns have other places within the 16 of an MMA, in both operands, which
-changes no bit of a sum on an H200. Machine code for gpt-oss-120b is that of the kernels that were compared and timed there.
+Products are those of `fused.py` in the same order; columns have other places within the 16 of an MMA, which changes no bit on an H200.
 """
 from __future__ import annotations
 
@@ -26,6 +23,8 @@ from .record import Form
 
 WARPS, AHEAD, EARLY = 4, 4, 12  # warps of `gate_up`
 TOP_K = 4  # what has been timed; other numbers of experts go the general way
+# (Hidden, width, biases) whose bits have been compared with the other kernels' on a GPU: gpt-oss. None: all there is room for.
+PROVEN: tuple[tuple[int, int, str], ...] | None = ((2880, 2880, "bfloat16"),)
 
 
 @gluon.jit
@@ -370,16 +369,10 @@ def down(h_ptr, ids_ptr, weights_ptr, where_ptr, out_ptr, E: gl.constexpr, K: gl
 
 
 # launch ---------------------------------------------------------------------------------------------------------------------
-# (Hidden, width, biases) whose bits have been compared with the other kernels' on a GPU: gpt-oss. None: all there is room for.
-PROVEN: tuple[tuple[int, int, str], ...] | None = ((2880, 2880, "bfloat16"),)
-
-
 def serves(form: Form, dtype: torch.dtype, tokens: int, top_k: int, device: torch.device) -> bool:
-    """Whether a token goes this way: on Hopper, MXFP4 with biases in BF16 or none, PROVEN matrices of a size that the kernels have room
-    for."""
-    if PROVEN is not None and (form.hidden, form.width, form.bias) not in PROVEN:
-        return False
-    return (ASM.value and tokens == 1 and top_k == TOP_K and form.weights == "mxfp4" and form.bias in ("", "bfloat16")
+    """Whether a token goes this way: on Hopper, MXFP4, biases in BF16 or none, PROVEN matrices of a size that the kernels have room for."""
+    known = PROVEN is None or (form.hidden, form.width, form.bias) in PROVEN
+    return (known and ASM.value and tokens == 1 and top_k == TOP_K and form.weights == "mxfp4" and form.bias in ("", "bfloat16")
             and dtype == torch.bfloat16 and form.hidden >= 128 * AHEAD and EARLY <= -(-form.width // 128) <= 32
             and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
@@ -399,9 +392,9 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
            alpha: float) -> torch.Tensor:
     """`fused.launch` of what this `serves`."""
     h = torch.empty(ids_TK.shape[1], form.width, dtype=hidden_TD.dtype, device=hidden_TD.device)
-    out = torch.empty_like(hidden_TD)
-    same, warps, programs = constants(form, "gate_up", len(where_E), ids_TK.shape[1], limit != 0)
+    out, sizes = torch.empty_like(hidden_TD), (len(where_E), ids_TK.shape[1], limit != 0)
+    same, warps, programs = constants(form, "gate_up", *sizes)
     gate_up[(programs,)](hidden_TD, ids_TK, where_E, h, limit, alpha, num_warps=warps, launch_pdl=True, **same)
-    same, warps, programs = constants(form, "down", len(where_E), ids_TK.shape[1], limit != 0)
+    same, warps, programs = constants(form, "down", *sizes)
     down[(programs,)](h, ids_TK, weights_TK, where_E, out, num_warps=warps, launch_pdl=True, **same)
     return out
