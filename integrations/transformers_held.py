@@ -223,7 +223,8 @@ def latents_refused(model: Any, text: Any) -> str:
     if text.model_type not in MLA_MODELS:
         return f"MLA layers of {text.model_type} make heads of their latents before attention"
     layers = latent_layers(model)
-    if any(not isinstance(vars(m).get("expand_kv", _Expand), (_Expand, type)) for m in layers):
+    own = (vars(m)["expand_kv"] for m in layers if "expand_kv" in vars(m))
+    if not all(isinstance(x, _Expand) for x in own):
         return "expand_kv is the caller's own"
     return next(filter(None, map(_absorbs, layers)), "") if layers else f"no MLA layers were found in {type(model).__name__}"
 

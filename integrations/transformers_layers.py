@@ -108,6 +108,9 @@ class PagedLayer(CacheLayerMixin):
             self.store.set_pads(pads)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling():
+            # Which modes are on can't be asked in a trace.
+            return self._update(key_states, value_states)
         with as_they_are(key_states):
             return self._update(key_states, value_states)
 
@@ -129,16 +132,17 @@ class PagedLayer(CacheLayerMixin):
 
     def _direct(self, key_states: torch.Tensor) -> bool:
         """Whether attention may read this step from the store; where not, the report says so."""
-        why = ""
-        if not reads_pages(self.text):
-            why = f"the model's attention is {self.text._attn_implementation!r}" if self.kv.attention == "pages" else "-"
-        elif torch.compiler.is_compiling() or torch.jit.is_tracing():
-            why = "a step that is traced"
-        elif key_states.requires_grad:
-            why = "training"
-        if self.kv.attention == "tensors" or why == "-":
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            # A trace breaks off where something is logged.
+            self.attention = "tensors: a step that is traced"
+            return False
+        ours = reads_pages(self.text)
+        if self.kv.attention == "tensors" or (self.kv.attention == "auto" and not ours):
             self.attention = "tensors"
             return False
+        why = "" if ours else f"the model's attention is {self.text._attn_implementation!r}"
+        if ours and key_states.requires_grad:
+            why = "training"
         if why:
             self._note(why)
         return not why

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_prefetch
 from moe_prefetch.errors import CacheError, ConfigError
+from moe_prefetch.integrations import transformers_layers
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_held import Held
 from moe_prefetch.integrations.transformers_pages import choose, serve
@@ -411,6 +412,19 @@ def test_a_cache_of_fixed_size_is_read_by_pages_too(llama, format: str) -> None:
     assert torch.allclose(got, want, atol=0.02 * float(want.abs().max())) and {r["attention"] for r in cache.report()} == {"pages"}
     (want, _), (got, cache) = (under(llama, name, lambda: run(attention_mask=hole)) for name in ("sdpa", OURS))
     assert torch.equal(got, want) and all("not told of" in r["attention"] for r in cache.report())
+
+
+def test_a_step_that_is_traced_asks_for_no_modes_and_logs_nothing(llama, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Either would break the graph that `torch.compile` makes of it."""
+    cache = make_cache(llama.config, models.config("fp8", attention="pages"), max_length=80)
+    layer = cache.layers[0]
+    layer.update(*(torch.randn(1, 2, 50, 64) for _ in "kv"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(transformers_layers, "as_they_are", lambda x: pytest.fail("asked in a trace"))
+    with caplog.at_level(logging.DEBUG):
+        k, _ = layer.update(*(torch.randn(1, 2, 1, 64) for _ in "kv"))
+    assert type(k) is torch.Tensor and k.shape[2] == 80 and not caplog.records
+    assert layer.attention == "tensors: a step that is traced"
 
 
 # switching on --------------------------------------------------------------------------------------------------------------------
