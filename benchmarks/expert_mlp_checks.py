@@ -30,6 +30,7 @@ DEVICE = "cuda"
 SMALL = {
     "bf16 bias": Model(Form("bfloat16", 200, 72, "bfloat16"), 20, 3),
     "fp16": Model(Form("float16", 264, 136, "float32"), 9, 2),
+    "fp16 wide": Model(Form("float16", 520, 1032), 6, 3),
     "fp8 e8m0": Model(Form("fp8", 160, 144, "", "float8_e8m0fnu", 64), 12, 4),
     "mxfp4": Model(Form("mxfp4", 160, 96, "bfloat16"), 16, 4, limit=7.0),
 }
