@@ -13,7 +13,6 @@ Without a GPU the same runs on a CPU, small and without rows.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import sys
 import tempfile
@@ -25,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_prefetch.bench.kv_attend import FIELDS, stamp_of, timed
+from moe_prefetch.bench.kv_attend import timed
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.distributed.groups import Group
 from moe_prefetch.distributed.symmetric import symmetric_memory
 from moe_prefetch.distributed.topology import Topology, measure, obtain
@@ -179,9 +179,11 @@ def of_ranks(folder: str, told: Callable[[str, list[str]], bool]) -> Rows:
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out")
+    ap.add_argument("--out", type=Path)
     ap.add_argument("--commit", default="unknown")
     a = ap.parse_args()
+    if a.out:
+        check_rows(a.out)
     wrong = []
 
     def told(what: str, faults: list[str]) -> bool:
@@ -193,12 +195,8 @@ def main() -> int:
         for case, figures in rows:
             print(f"{case:28s}", *(f"{metric} {value:.4g}" for metric, value, _ in figures), flush=True)
         if a.out and CUDA:
-            machine = stamp_of(a.commit)
-            with open(a.out, "w", newline="") as f:
-                out = csv.DictWriter(f, FIELDS)
-                out.writeheader()
-                out.writerows({"bench": "homes", "case": case, "metric": m, "value": f"{v:.4g}", "unit": u, **machine,
-                               "checked": "bits of local memory"} for case, figures in rows for m, v, u in figures)
+            append_rows(a.out, "homes", [Row(case, m, v, u) for case, figures in rows for m, v, u in figures], machine=machine_name("cuda"),
+                        commit=a.commit, checked="bits of local memory")
 
     with tempfile.TemporaryDirectory() as folder:
         both = not CUDA or torch.cuda.device_count() > 1
@@ -209,7 +207,7 @@ def main() -> int:
             Path(folder, "go").touch()
             while not ranks.join():
                 pass
-            write(rows + of_ranks(folder, told))
+            write(of_ranks(folder, told))
     return bool(wrong)
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import flashinfer
 import torch
-from kv_attend import CASES, FIELDS, Case, relative, stamp_of, timed
+from kv_attend import CASES, Case, relative, timed
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_attend.naive import softmax_attention
 
 NAMES = ("b8_g4_d128_t32768", "b32_g4_d128_t8192", "b8_g8_d128_t32768", "b64_g8_d128_t4096", "b1_g8_d128_t131072", "b8_g4_d128_t2048")
@@ -68,7 +69,9 @@ def main() -> int:
             print(measure(Case(1, 1, 4, 128, 256), dtype, 16), flush=True)
         return 0
     ours = {r["case"]: float(r["value"]) for r in csv.DictReader(a.ours.open()) if r["metric"] == "us"} if a.ours else {}
-    rows = []
+    if a.out is None:
+        ap.error("--out ROWS.csv is missing")
+    check_rows(a.out)
     for name in (n for n in NAMES if re.search(a.cases, n)):
         for kind, dtype in dtypes.items():
             us, error = min(measure(cases[name], dtype, page) for page in (16, 64))
@@ -76,18 +79,12 @@ def main() -> int:
             if error > 2e-2:
                 print(f"{name}: wrong, no row", flush=True)
                 continue
-            checked = f"error {error:.1e}"
-            rows.append((name, f"flashinfer_{kind}_us", us, "us", checked))
+            rows = [Row(name, f"flashinfer_{kind}_us", us, "us")]
             for ending in ("o8", "f72", "o0"):
                 if f"{name}_{ending}" in ours:
                     suffix = "" if kind == "bf16" else "_fp8"
-                    rows.append((f"{name}_{ending}", f"speedup_vs_flashinfer{suffix}", us / ours[f"{name}_{ending}"], "x", checked))
-        with open(a.out, "w", newline="") as f:
-            w = csv.DictWriter(f, FIELDS)
-            w.writeheader()
-            for case, metric, value, unit, checked in rows:
-                row = {"bench": "kv-attend", "case": case, "metric": metric, "value": f"{value:.4g}", "unit": unit}
-                w.writerow({**row, **stamp_of(a.commit), "checked": checked})
+                    rows.append(Row(f"{name}_{ending}", f"speedup_vs_flashinfer{suffix}", us / ours[f"{name}_{ending}"], "x"))
+            append_rows(a.out, "kv-attend", rows, machine=machine_name("cuda"), commit=a.commit, checked=f"error {error:.1e}")
     return 0
 
 

@@ -11,10 +11,10 @@ for several processes to fill Triton's cache at once.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from kv_encode import differs, heads_of
 from kv_general import Cache, Run, errors, prepared, query
 
-from moe_prefetch.bench.kv_attend import COLD, FIELDS, relative, stamp_of, timed
+from moe_prefetch.bench.kv_attend import COLD, relative, timed
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_attend import general
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_attend.op import path_of
@@ -126,7 +127,7 @@ def attend_once(run: Run, tuning: Tuning) -> None:
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out")
+    ap.add_argument("--out", type=Path)
     ap.add_argument("--commit", default="unknown")
     ap.add_argument("--checks", action="store_true")
     ap.add_argument("--times", action="store_true")
@@ -143,10 +144,9 @@ def main() -> int:
             job()
         return 0
     torch.manual_seed(0)
-    right, file = True, open(a.out, "w", newline="") if a.out else None
-    rows = csv.DictWriter(file, FIELDS) if file else None
-    if rows:
-        rows.writeheader()
+    right = True
+    if a.out:
+        check_rows(a.out)
     if not a.times:
         right = all([bytes_are_the_laws(layout) for layout in layouts()])
         right &= all([attention_is_the_laws(name, dim) for name in PAIRS for dim in (64, 128)])
@@ -156,11 +156,10 @@ def main() -> int:
             right &= fine
             case = run.name + name
             print(f"{case:48s} {us:7.1f} us {moved / us / 1e3:6.0f} GB/s  {share:.3f} of FP16's bytes  error {error:.1e}", flush=True)
-            if rows and fine and format_of(run.kind).values:
-                stamp = {"bench": "kv-attend", "case": case, **stamp_of(a.commit), "checked": f"error {error:.2e}"}
+            if a.out and fine and format_of(run.kind).values:
                 figures = [("us", us, "us"), ("gbps", moved / us / 1e3, "GB/s"), ("bytes_saved", 1 - share, "share")]
-                rows.writerows({**stamp, "metric": metric, "value": f"{value:.4g}", "unit": unit} for metric, value, unit in figures)
-                file.flush()
+                append_rows(a.out, "kv-attend", [Row(case, *figure) for figure in figures], machine=machine_name("cuda"), commit=a.commit,
+                            checked=f"error {error:.2e}")
     return 0 if right else 1
 
 

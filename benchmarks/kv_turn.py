@@ -9,20 +9,17 @@ usage: python benchmarks/kv_turn.py --out ROWS.csv [--commit ID]
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.kernels.kv_turn.fused import turn
 from moe_prefetch.kernels.kv_turn.naive import turn_naive
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 N, G = 8, 4
 COPIES = 24  # layers of a graph, each with tensors of its own
 
@@ -49,8 +46,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
-    rows, wrong = [], 0
+    check_rows(args.out)
+    wrong = 0
     for d in (64, 128):
         for batch in (1, 8, 64):
             q = [torch.randn(batch, 1, N * G, d, device="cuda").bfloat16().transpose(1, 2) for _ in range(COPIES)]
@@ -66,10 +63,8 @@ def main() -> None:
                 took[name] = timed(partial(layers, f, k, into, q, back))
             print(f"d{d} b{batch}: {took['fused']:.2f} us a layer, by the law {took['law']:.2f}", "right" if right else "WRONG", flush=True)
             if right:
-                rows += [("kv-turn", f"b{batch}_g{G}_d{d}", f"us_{name}", f"{us:.2f}", "us a layer", *stamp, "keys bitwise, queries 1e-5")
-                         for name, us in took.items()]
-    with open(args.out, "w", newline="") as f:
-        csv.writer(f).writerows([FIELDS, *rows])
+                append_rows(args.out, "kv-turn", [Row(f"b{batch}_g{G}_d{d}", f"us_{name}", us, "us a layer") for name, us in took.items()],
+                            machine=machine_name("cuda"), commit=args.commit, checked="keys bitwise, queries 1e-5")
     sys.exit(wrong > 0)
 
 

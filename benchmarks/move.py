@@ -10,15 +10,13 @@ usage: python benchmarks/move.py --out ROWS.csv [--commit ID] [--tune]
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-import triton
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.experts.planner import HYSTERESIS, KEEP, WASTE
 from moe_prefetch.kernels.move import fused
@@ -28,7 +26,6 @@ from moe_prefetch.kernels.protocol import DONE, claim_word
 from moe_prefetch.runtime import REAL
 from moe_prefetch.types import PROB_ONE
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 NBYTES, EXPERTS, SLOTS = 9_437_312, 8, 8
 COSTS = Costs(WASTE, KEEP, HYSTERESIS)
 
@@ -133,6 +130,10 @@ class Bench:
         return both / alone, both / (alone * (1 + moved / (2 << 30)))
 
 
+def write(args: argparse.Namespace, rows: list[Row]) -> None:
+    append_rows(args.out, "move", rows, machine=machine_name("cuda"), commit=args.commit, checked="bytes and words of every slot")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -140,8 +141,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=("host", "peer", "local"), help="left out: all that are there")
     parser.add_argument("--tune", action="store_true", help="other pieces, tiles and warps too")
     args = parser.parse_args()
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
-    rows, failed = [], 0
+    check_rows(args.out)
+    failed = 0
     forms = [(fused.PIECE, fused.TILE, fused.WARPS)]
     if args.tune:
         forms += [(128 << 10, 128 << 10, 16), (128 << 10, 32 << 10, 8), (256 << 10, 64 << 10, 16), (64 << 10, 32 << 10, 8)]
@@ -154,15 +155,13 @@ def main() -> None:
                 said = f"{kind} {programs} programs {form[0] >> 10}/{form[1] >> 10} KiB {form[2]} warps: {gbps:.1f} GB/s"
                 print(said, "right" if right else "WRONG", flush=True)
                 if form == forms[0] and right:
-                    rows.append(("move", f"{kind}_{programs}sm", "gbps", f"{gbps:.1f}", "GB/s", *stamp, "bytes and words of every slot"))
+                    write(args, [Row(f"{kind}_{programs}sm", "gbps", gbps, "GB/s")])
                 if form == forms[0] and right and kind != "local":
                     ratio, over = bench.beside(programs, *form, gbps)
                     print(f"  a copy in HBM beside it: {ratio:.3f} of alone, {over:.3f} of what the bytes account for", flush=True)
-                    rows += [("move", f"{kind}_{programs}sm", metric, f"{value:.3f}", "ratio", *stamp, "bytes and words of every slot")
-                             for metric, value in (("beside_ratio", ratio), ("beside_over_bytes", over))]
+                    figures = (("beside_ratio", ratio), ("beside_over_bytes", over))
+                    write(args, [Row(f"{kind}_{programs}sm", metric, value, "ratio") for metric, value in figures])
         del bench
-    with open(args.out, "w", newline="") as f:
-        csv.writer(f).writerows([FIELDS, *rows])
     sys.exit(failed > 0)
 
 

@@ -9,22 +9,19 @@ usage: python benchmarks/plan.py --out ROWS.csv [--states 100000] [--commit ID]
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import sys
 from pathlib import Path
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.kernels.plan import fused
 from moe_prefetch.kernels.plan.naive import plan_naive
 from tests.kernels.plan_cases import COSTS, copy, same, states
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 SHAPES = [(8, 4, 1), (60, 30, 1), (64, 32, 1), (64, 13, 3), (128, 64, 1), (128, 40, 7), (256, 128, 1), (256, 64, 7)]
 LAYERS = 96
 
@@ -84,17 +81,15 @@ def main() -> None:
     parser.add_argument("--states", type=int, default=100_000)
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
+    check_rows(args.out)
     done, wrong = differing(args.states)
     print(f"{done} states, {wrong} in batches that differ from the law", flush=True)
-    rows = []
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
     for experts, slots, links in SHAPES if not wrong else ():
         for most in (0, 4, 16):
             us, moves = graph_us(experts, slots, links, most)
             print(f"E={experts} S={slots} K={links} at most {most}: {us:.2f} us, {moves:.1f} moves", flush=True)
-            rows.append(("plan", f"e{experts}_s{slots}_k{links}_m{most}", "us", f"{us:.2f}", "us", *stamp, f"{done} states as the law"))
-    with open(args.out, "w", newline="") as f:
-        csv.writer(f).writerows([FIELDS, *rows])
+            append_rows(args.out, "plan", [Row(f"e{experts}_s{slots}_k{links}_m{most}", "us", us, "us")], machine=machine_name("cuda"),
+                        commit=args.commit, checked=f"{done} states as the law")
     sys.exit(wrong > 0)
 
 

@@ -14,13 +14,12 @@ Both print a table; --out FILE.csv also writes rows (--commit names the commit).
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import platform
 from pathlib import Path
 
 import torch
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows
 from moe_prefetch.probes import baselines, metrics
 from moe_prefetch.probes.baselines import Routing
 from moe_prefetch.probes.calibrate import margin_and_truth
@@ -30,7 +29,6 @@ from moe_prefetch.probes.probe import HORIZONS, RoutingProbe
 from moe_prefetch.probes.traces import read_ids
 from moe_prefetch.seam import open_model
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 Rows = list[tuple[str, str, float]]
 
 
@@ -115,12 +113,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.ids is None and (args.text is None or args.train is None):
         parser.error("give --ids FOLDER, or --text FILE and --train FILE")
+    if args.out:
+        check_rows(args.out)
     rows = ids_table(args.ids) if args.ids else text_table(args)
     if args.out:
         checked = "tests/probes/test_baselines.py" if args.ids else "tests/probes/test_probe.py"
-        stamp = (platform.machine() + " CPU", torch.__version__, "none", args.commit, datetime.date.today().isoformat(), checked)
-        with open(args.out, "w", newline="") as f:
-            csv.writer(f).writerows([FIELDS, *(("probe", case, metric, f"{value:.4f}", "share", *stamp) for case, metric, value in rows)])
+        machine = platform.machine() + " CPU"
+        append_rows(args.out, "probe", [Row(*row, "share") for row in rows], machine=machine, commit=args.commit, checked=checked)
 
 
 if __name__ == "__main__":

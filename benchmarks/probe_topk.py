@@ -12,20 +12,17 @@ usage: python benchmarks/probe_topk.py --out ROWS.csv [--commit ID]
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import sys
 from pathlib import Path
 
 import torch
-import triton
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.kernels.probe_topk import fused
 from moe_prefetch.kernels.probe_topk.naive import TapWeights, probe_topk_naive, tap_logits
 from moe_prefetch.kernels.probe_topk.op import EMPTY_WORD, scratch_for
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 D, E, R, K, TAPS = 2048, 128, 64, 8, 96
 TOKENS = (1, 3, 8, 17, 63, 64, 1000, 4096)
 # targets, with the past, name
@@ -81,8 +78,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     torch.manual_seed(0)
-    failed, rows = 0, []
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
+    failed, rows = 0, list[Row]()
+    check_rows(args.out)
     for dtype in ROUNDING:
         for tokens in TOKENS:
             for past in (False, True):
@@ -100,9 +97,9 @@ def main() -> None:
             bad = sum(wrong(x, w, p if past else None) for w in taps[::8])
             failed += bad > 0
             print(f"T={tokens}{name}: {us:.2f} us a tap, {bad} wrong", flush=True)
-            rows.append(("probe", f"qwen3-30b-a3b_t{tokens}{name}", "us", f"{us:.2f}", "us", *stamp, "0 ids wrong beyond rounding"))
-    with open(args.out, "w", newline="") as f:
-        csv.writer(f).writerows([FIELDS, *([] if failed else rows)])
+            rows.append(Row(f"qwen3-30b-a3b_t{tokens}{name}", "us", us, "us"))
+    if not failed:
+        append_rows(args.out, "probe", rows, machine=machine_name("cuda"), commit=args.commit, checked="0 ids wrong beyond rounding")
     sys.exit(failed > 0)
 
 

@@ -16,8 +16,6 @@ usage: python benchmarks/protocol.py --out ROWS.csv [--parts exact delays faults
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import multiprocessing
 import sys
 import tempfile
@@ -28,10 +26,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.bench.timing import replay_us
 from moe_prefetch.distributed.groups import Group
 from moe_prefetch.distributed.symmetric import symmetric_memory
@@ -44,8 +42,7 @@ from moe_prefetch.runtime import REAL
 from moe_prefetch.types import PROB_ONE
 from tests.experts.decode_step import Decode
 
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
-Row = tuple[str, str, float, str, str]
+Found = tuple[str, str, float, str, str]
 FORM = Form("bfloat16", 512, 256)  # a record is two pieces of a move
 
 
@@ -53,7 +50,7 @@ HOMES: dict[str, Callable[[], Home]] = {
     "host": lambda: HostHome(REAL), "local": lambda: LocalHome("cuda", REAL), "peer": lambda: PeerHome("cuda:1", "cuda:0", REAL)}
 
 
-def exact(replays: int, homes: list[str]) -> Iterator[Row]:
+def exact(replays: int, homes: list[str]) -> Iterator[Found]:
     for home in [HOMES[name]() for name in homes]:
         began = time.perf_counter()
         decode = Decode(home, "cuda", form=FORM)
@@ -132,7 +129,7 @@ def rank_of_two(rank: int, meeting: str, replays: int, device: str = "cuda") -> 
     return int(decode.wrong) + (said.demanded != int(decode.asked)), said.as_dict(), took / replays * 1e6
 
 
-def ranks(replays: int) -> Iterator[Row]:
+def ranks(replays: int) -> Iterator[Found]:
     with tempfile.TemporaryDirectory() as folder, processes(2) as pool:
         args = ((0, 1), (f"{folder}/meeting",) * 2, (replays,) * 2, ("cuda",) * 2)
         for rank, (wrong, said, us) in enumerate(pool.map(rank_of_two, *args)):
@@ -144,7 +141,7 @@ def ranks(replays: int) -> Iterator[Row]:
                 yield (f"shared_26layers_rank{rank}", *more, checked)
 
 
-def cost() -> Iterator[Row]:
+def cost() -> Iterator[Found]:
     """What forecast, plan, settle and the ends of steps add to a layer's expert kernels, 64 experts and 32 slots, nothing to move."""
     decode = Decode(LocalHome("cuda", REAL), "cuda", layers=8, experts=64, slots=32, top_k=8, form=Form("bfloat16", 512, 256), mode=2)
     d, x, unknown = decode.device_experts, decode.hidden, torch.full((2, 64), -1, dtype=torch.int32, device="cuda")
@@ -186,7 +183,7 @@ def delayed(home: str, steps: int) -> tuple[str, list[int], dict[str, float], fl
     return home, found, {**said.as_dict(), "asked": int(scene.asked)}, took / steps * 1e6
 
 
-def delays(steps: int) -> Iterator[Row]:
+def delays(steps: int) -> Iterator[Found]:
     with processes(2) as pool:
         for home, found, said, us in pool.map(delayed, ("local", "host"), (steps // 2,) * 2):
             print(f"{home}: {steps // 2} steps with delays, {us:.0f} us each, found {found}; {said}", flush=True)
@@ -205,7 +202,7 @@ def planted(name: str) -> tuple[str, list[int], list[int], int]:
         return f"{name}: {e!r}"[:300], [], [0] * 6, 0
 
 
-def faults() -> Iterator[Row]:
+def faults() -> Iterator[Found]:
     from tests.protocol.device_faults import FAULTS
 
     good = 0
@@ -264,7 +261,7 @@ class Warm:
         return replay_us(graph, 15) / LAYERS, out
 
 
-def warm() -> Iterator[Row]:
+def warm() -> Iterator[Found]:
     for model, shape in MODELS.items():
         case = Warm(*shape)
         for tokens in (1, 2, 4, 8):
@@ -297,14 +294,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, args.commit, datetime.date.today().isoformat())
-    with open(args.out, "w", newline="") as f:
-        writer = csv.writer(f)
-        writer.writerow(FIELDS)
-        for part in args.parts:
-            for case, metric, value, unit, checked in PARTS[part](args):
-                writer.writerow(("protocol", case, metric, f"{value:.4g}", unit, *stamp, checked))
-                f.flush()
+    check_rows(args.out)
+    for part in args.parts:
+        for case, metric, value, unit, checked in PARTS[part](args):
+            rows = [Row(case, metric, value, unit)]
+            append_rows(args.out, "protocol", rows, machine=machine_name("cuda"), commit=args.commit, checked=checked)
 
 
 if __name__ == "__main__":
