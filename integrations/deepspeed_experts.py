@@ -156,7 +156,7 @@ class Held:
     num_layers: int
     num_experts: int
     gates: list[GateSpec]
-    adds_at_once = False  # the layer itself weighs and adds the rows that experts give
+    sums = "eager"  # the layer itself weighs and adds the rows that experts give
 
     def _begin(self, experts: list[nn.Module], acts: list[Activation], rank: int, ranks: int) -> None:
         self._experts, self._acts, self._rank, self._ranks = experts, acts, rank, ranks

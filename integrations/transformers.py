@@ -101,7 +101,7 @@ class TransformersModel:
         for block in self.blocks:
             self._check_layout(block.mlp.experts)
         experts = self.blocks[0].mlp.experts
-        self.adds_at_once = experts.config._experts_implementation != "eager"
+        self.sums = experts.config._experts_implementation or "eager"
         self.num_layers, self.num_experts = len(self.blocks), experts.gate_up_proj.shape[0]
         self.gates = [self._gate(b) for b in self.blocks]
         self._originals: list[_Original] = []

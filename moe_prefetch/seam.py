@@ -59,7 +59,7 @@ class HostModel(Protocol):
     num_layers: int
     num_experts: int
     gates: list[GateSpec]
-    adds_at_once: bool  # how its own experts are summed (`kernels.expert_mlp.naive.Shares`)
+    sums: str  # how its own experts are summed (`kernels.expert_mlp.naive.Shares`)
 
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """`gate_up` [2 F, D] and `down` [D, F] of one expert: views of the model's own memory."""

@@ -18,7 +18,7 @@ import torch
 
 from .config import Config, load
 from .errors import BudgetError, ConfigError, SessionError, UnsupportedModelError
-from .experts.compute import LocalCompute, SlotCompute, check_hidden, check_silu
+from .experts.compute import LocalCompute, SlotCompute, check_hidden, check_silu, in_dtype_of
 from .experts.device import DeviceExperts
 from .experts.homes import HostHome, MemoryStore
 from .experts.ledger import Ledger
@@ -96,7 +96,7 @@ class Session:
         elif config.experts.home == "local":
             store = LocalStore(host, runtime)
             self._ledger = Ledger(host.num_layers, store.layout.nbytes)
-            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note, host.adds_at_once)
+            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note, host.sums)
             self.num_slots = host.num_experts
         else:
             self._start_mover(progress)
@@ -170,7 +170,7 @@ class Session:
             if experts.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep, host.adds_at_once)
+        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep, host.sums)
 
     # taps (called by the host) --------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:
@@ -233,7 +233,7 @@ class Session:
     def _tell(self, device: DeviceExperts, layer: int, hidden_TD: torch.Tensor) -> None:
         """What is expected after `layer`. A forecaster of the caller's own answers on the host, so the device waits for it."""
         if self._forecaster is None:
-            device.moe_input(layer, hidden_TD)
+            device.moe_input(layer, in_dtype_of(device.store.layout, hidden_TD))
             return
         ahead = range(1, min(PLAN_HORIZON, self.num_layers - 1 - layer) + 1)
         rows = [self._forecast(layer + h, h, hidden_TD) or (-1,) * self.num_experts for h in ahead]
@@ -251,7 +251,7 @@ class Session:
         if self._device is not None:
             check_hidden(hidden_TD, self._device.store.layout, layer)
             check_silu(act, layer)
-            return self._device.experts(layer, hidden_TD, ids_TK, weights_TK)
+            return self._device.experts(layer, in_dtype_of(self._device.store.layout, hidden_TD), ids_TK, weights_TK).to(hidden_TD.dtype)
         return self._compute.run(layer, self._step, self._kind, hidden_TD, ids_TK, weights_TK, act)
 
     def step_end(self) -> None:

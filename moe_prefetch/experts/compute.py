@@ -36,13 +36,18 @@ def demand_of(layer: int, step: int, ids_TK: torch.Tensor, num_experts: int) -> 
 
 
 def check_hidden(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
-    """Raises SessionError, ShapeError."""
+    """Raises SessionError, ShapeError. Autocast leaves hidden states in any dtype."""
     if torch.is_grad_enabled() and hidden_TD.requires_grad:
         raise SessionError("an attached model serves inference only", where="experts", expected="torch.no_grad() or torch.inference_mode()",
                            do="detach to train")
-    if str(hidden_TD.dtype) != f"torch.{layout.parts[0].dtype}":
+    if str(hidden_TD.dtype) != f"torch.{layout.parts[0].dtype}" and not torch.is_autocast_enabled(hidden_TD.device.type):
         raise ShapeError(f"hidden states are {hidden_TD.dtype}, the experts {layout.parts[0].dtype}", where=f"layer {layer}",
                          expected="one dtype", do="convert the model before it is attached; detach first if it is")
+
+
+def in_dtype_of(layout: RecordLayout, hidden_TD: torch.Tensor) -> torch.Tensor:
+    """Hidden states in the experts' dtype, which is another than theirs under autocast alone (`check_hidden`)."""
+    return hidden_TD.to(getattr(torch, layout.parts[0].dtype))
 
 
 def check_silu(act: Activation, layer: int) -> None:
@@ -53,17 +58,17 @@ def check_silu(act: Activation, layer: int) -> None:
 
 
 class LocalCompute:
-    """All experts at home in memory: every demand is a hit. `at_once`: how they are summed (`Shares`)."""
+    """All experts at home in memory: every demand is a hit. `sums`: how they are summed (`Shares`)."""
 
-    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None], at_once: bool = False) -> None:
-        self._store, self._ledger, self._on_demand, self._at_once = store, ledger, on_demand, at_once
+    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None], sums: str = "eager") -> None:
+        self._store, self._ledger, self._on_demand, self._sums = store, ledger, on_demand, sums
 
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]."""
         check_hidden(hidden_TD, self._store.layout, layer)
         demand = demand_of(layer, step, ids_TK, self._store.source.num_experts)
-        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._at_once)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._sums)
         for e in demand.experts:
             v = self._store.views(layer, e)
             shares.add(e, v["gate_up"], v["down"])
@@ -75,13 +80,13 @@ class LocalCompute:
 class SlotCompute:
     """Experts in slots, filled by a mover from their home.
 
-    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load. `at_once`: how experts
+    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load. `sums`: how experts
     are summed (`Shares`).
     """
 
     def __init__(self, mover: Mover, policy: Policy, ledger: Ledger, runtime: Runtime, on_demand: Callable[[Demand], None],
-                 keep_E: Callable[[int, int], tuple[int, ...]], at_once: bool = False) -> None:
-        self._at_once = at_once
+                 keep_E: Callable[[int, int], tuple[int, ...]], sums: str = "eager") -> None:
+        self._sums = sums
         self._mover, self._policy, self._ledger, self._runtime = mover, policy, ledger, runtime
         self._on_demand, self._keep_E = on_demand, keep_E
 
@@ -91,7 +96,7 @@ class SlotCompute:
         mover = self._mover
         check_hidden(hidden_TD, mover.store.layout, layer)
         demand = demand_of(layer, step, ids_TK, mover.table.num_experts)
-        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._at_once)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._sums)
         serving = _Serving(mover, self._policy, demand, self._keep_E(layer, step))
         stall = 0.0
         try:

@@ -10,7 +10,7 @@ Layer L is planned once a step: from the tap two layers before; the first two af
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,8 @@ class DeviceExperts:
         """
         tap = self._taps[layer] if self._taps else None
         known = tap is not None and self._scratch is not None and len(hidden_TD) <= self._tokens
-        self.forecast(layer, probe_topk(hidden_TD, tap, self._scratch, past_TD)[1] if known else self._unknown)
+        with self._without_autocast():
+            self.forecast(layer, probe_topk(hidden_TD, tap, self._scratch, past_TD)[1] if known else self._unknown)
 
     def forecast(self, layer: int, prob_HE: torch.Tensor) -> None:
         """What is expected of the layers after `layer`, int32 [1 or 2, E]; a negative first number in a row: nothing is known.
@@ -163,14 +164,20 @@ class DeviceExperts:
         settle(t, layer, ids_TK, self.ledger_LC)
         if ids_TK.numel():
             records = () if self._side else self.records(layer)
-            out_TD = expert_mlp(hidden_TD, ids_TK, weights_TK, t.where_LE[layer], self.store.form, records=records, limit=limit,
-                                alpha=alpha)
+            with self._without_autocast():
+                out_TD = expert_mlp(hidden_TD, ids_TK, weights_TK, t.where_LE[layer], self.store.form, records=records, limit=limit,
+                                    alpha=alpha)
         else:
             out_TD = torch.zeros_like(hidden_TD)
         if layer < HORIZON:
             with self._planning(self.layers, self.next_NE):
                 self._plan(layer, self.next_NE[layer : layer + 1], 1)
         return out_TD
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """The laws of kernels, which serve CPUs, have dtypes of their own."""
+        kind = self._device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     @contextmanager
     def _planning(self, first: int, said: torch.Tensor) -> Iterator[None]:

@@ -40,7 +40,8 @@ class ProbeForecaster:
         self._probe = probe
 
     def forecast(self, layer: int, step: int, horizon: int, hidden_TD: torch.Tensor) -> tuple[int, ...]:
-        return quantise_union(self._probe.forecast(layer - horizon, horizon, hidden_TD))
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            return quantise_union(self._probe.forecast(layer - horizon, horizon, hidden_TD))
 
     def next_step(self, layer: int, step: int) -> tuple[int, ...]:
         return ()

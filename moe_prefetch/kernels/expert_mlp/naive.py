@@ -41,27 +41,37 @@ def accumulate(out_TD: torch.Tensor, hidden_TD: torch.Tensor, token_n: torch.Ten
 class Shares:
     """What the experts of a layer give, summed as the model's own experts do, so that an attached model has the model's bits.
 
-    One by one: each expert's share is added to an output of the hidden states' dtype (transformers' `eager`). At once: the K shares of a
-    token, of the dtype that expert outputs and routing weights have together, are kept and summed at the end (`grouped_mm`, `batched_mm`).
+    how: the implementation, by transformers' names. `eager`: each expert's share is added to an output of the hidden states' dtype. Others:
+    the K shares of a token, of the dtype that expert outputs and routing weights have together, are kept and summed at the end. Autocast
+    knows the products of `eager` and `batched_mm` and not those of others, which are in the weights' dtype.
     """
 
-    def __init__(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, act: Activation, at_once: bool) -> None:
-        self._given, self._act, self._at_once = (hidden_TD, ids_TK, weights_TK), act, at_once
-        shape = (*ids_TK.shape, hidden_TD.shape[1]) if at_once else hidden_TD.shape
-        self._out = hidden_TD.new_zeros(shape, dtype=torch.promote_types(hidden_TD.dtype, weights_TK.dtype) if at_once else None)
+    def __init__(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, act: Activation, how: str) -> None:
+        self._given, self._act, self._how = (hidden_TD, ids_TK, weights_TK), act, how
+        self._out = torch.zeros_like(hidden_TD) if how == "eager" else None
 
     def add(self, expert: int, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> None:
         hidden_TD, ids_TK, weights_TK = self._given
-        if not self._at_once:
+        if self._how == "eager":
             accumulate(self._out, hidden_TD, *tokens_of(expert, ids_TK, weights_TK), gate_up_FD, down_DF, self._act)
             return
         token_n, k_n = (ids_TK == expert).nonzero(as_tuple=True)
-        y_nD = expert_mlp(hidden_TD[token_n], gate_up_FD, down_DF, self._act)
-        self._out[token_n, k_n] = y_nD * weights_TK[token_n, k_n, None]
+        x_nD = hidden_TD[token_n]
+        if self._how != "batched_mm" and torch.is_autocast_enabled(kind := x_nD.device.type):
+            with torch.autocast(kind, enabled=False):
+                y_nD = expert_mlp(x_nD.to(gate_up_FD.dtype), gate_up_FD, down_DF, self._act)
+        else:
+            y_nD = expert_mlp(x_nD, gate_up_FD, down_DF, self._act)
+        share_nD = y_nD * weights_TK[token_n, k_n, None]
+        if self._out is None:
+            self._out = share_nD.new_zeros(*ids_TK.shape, share_nD.shape[1])
+        self._out[token_n, k_n] = share_nD
 
     def total(self) -> torch.Tensor:
         """[T, D]."""
-        return self._out.sum(1).to(self._given[0].dtype) if self._at_once else self._out
+        if self._out is None:
+            return torch.zeros_like(self._given[0])
+        return self._out if self._how == "eager" else self._out.sum(1).to(self._given[0].dtype)
 
 
 def moe(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor,
