@@ -131,8 +131,8 @@ class Channel:
         for rank in range(self.size):
             if blamed := self._flag(self.rank, GAVE_UP, rank):
                 if rank != self.rank and self._words[self.rank][self._at(GAVE_UP, rank) + 1] <= self.number:
-                    self._broken = self._error(tuple(r for r in range(self.size) if blamed >> r & 1),
-                                               f"it holds up the others, says rank {self._places[rank]}")
+                    said = "it left" if blamed == 1 << rank else f"it holds up the others, says rank {self._places[rank]}"
+                    self._broken = self._error(tuple(r for r in range(self.size) if blamed >> r & 1), said)
                     raise self._broken
 
     def _fail(self, half: int, missing: tuple[int, ...]) -> None:

@@ -168,7 +168,7 @@ def test_a_rank_of_the_channel_leaves_while_others_finish():
     two.receive(BACK)
     two.begin()
     two.send(OUT)
-    with pytest.raises(PeerError, match="rank 0") as e:
+    with pytest.raises(PeerError, match="rank 0: it left") as e:
         two.receive(OUT)
     assert e.value.ranks == (0,)
     for c in (one, two):
