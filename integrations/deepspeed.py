@@ -46,7 +46,7 @@ from moe_prefetch.experts.mover import bounce_buffers
 from moe_prefetch.experts.slots import slots_per_layer
 from moe_prefetch.experts.store import RecordLayout
 from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
-from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works
+from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works, check_family
 from moe_prefetch.integrations.deepspeed_training import ProbeFit
 from moe_prefetch.integrations.transformers import FITTED, TransformersModel
 from moe_prefetch.probes.probe import GateSpec, RoutingProbe, gate_hash, read_folder
@@ -73,6 +73,7 @@ def open_module(module: nn.Module) -> HostModel:
         return MoEModel(module)
     if isinstance(module, PreTrainedModel):
         host: TransformersModel = open_model(module)  # type: ignore[assignment]
+        check_family(host.family, type(module).__name__)
         return host if host.tensors(0, 0)["down"].device.type == "cpu" else OwnExperts(module)
     raise UnsupportedModelError(f"{type(module).__name__} has no MoE layers that we know", where="DeepSpeed",
                                 expected="a transformers MoE model, or deepspeed.moe.layer.MoE itself (no subclass)",

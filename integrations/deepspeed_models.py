@@ -24,8 +24,17 @@ from moe_prefetch.integrations.transformers import FAMILIES, TransformersModel
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Listener, Taps
 
+# What has been tried inside DeepSpeed's engines; transformers alone has more (`integrations.transformers.FAMILIES`).
+SERVED = ("qwen2_moe", "qwen3_moe", "mixtral")
 ACTIVATIONS: tuple[Activation, ...] = (F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def check_family(family: str, where: str) -> None:
+    """Raises UnsupportedModelError."""
+    if family not in SERVED:
+        raise UnsupportedModelError(f"{family} is an MoE family that is not supported yet in a DeepSpeed engine", where=where,
+                                    expected=f"one of {', '.join(SERVED)}", do="use a supported family, or attach to the model itself")
 
 
 class AutoEPModel(Held, TransformersModel):
@@ -34,9 +43,7 @@ class AutoEPModel(Held, TransformersModel):
     def __init__(self, model: Any) -> None:
         self.model, self.base = model, model.base_model
         self.family = getattr(model.config, "model_type", type(model).__name__)
-        if self.family not in FAMILIES:
-            raise UnsupportedModelError(f"{self.family} is an MoE family that is not supported yet", where=type(model).__name__,
-                                        expected=f"one of {', '.join(FAMILIES)}", do="use a supported family")
+        check_family(self.family, type(model).__name__)
         self.blocks = [layer for layer in self.base.layers if type(layer.mlp) is AutoEPMoELayer]
         first = self.blocks[0].mlp
         for layer in (b.mlp for b in self.blocks):

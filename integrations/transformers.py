@@ -1,7 +1,7 @@
 """transformers: attach to a model through its own registries and hooks; nothing is patched.
 
 Experts come in through `ExpertsInterface`, the residual stream through forward hooks, the KV cache through `Cache` layers. Families:
-Qwen2-MoE, Mixtral, Qwen3-MoE (one class of decoder layer with `post_attention_layernorm` and `mlp.{gate,experts}`).
+FAMILIES (one class of decoder layer with `post_attention_layernorm` and `mlp.{gate,experts}`).
 """
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ IMPLEMENTATION = "moe_prefetch"
 NAMES = ("gate_up_proj", "down_proj")
 
 # model_type -> how its router chooses.
-FAMILIES = {"qwen2_moe": "softmax_topk", "qwen3_moe": "softmax_topk", "mixtral": "softmax_topk"}
+FAMILIES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2"), "softmax_topk") | dict.fromkeys(
+    ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1"), "sigmoid_group")
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,14 @@ class TransformersModel:
 
     def _gate(self, block: nn.Module) -> GateSpec:
         gate, norm = block.mlp.gate, block.post_attention_layernorm
+        bias_E = getattr(gate, "e_score_correction_bias", None)
+        # DeepSeek-V2 has numbers of groups where it does not use them, too.
+        grouped = getattr(gate, "num_group", None) is not None and getattr(gate, "topk_method", "") != "greedy"
+        # The shared experts of the DeepSeek family come after the routed ones, too late for a tap.
         return GateSpec(weight_ED=gate.weight.detach(), norm_D=norm.weight.detach(), norm_eps=norm.variance_epsilon, top_k=gate.top_k,
-                        kind=FAMILIES[self.family], shared=hasattr(block.mlp, "shared_expert"))
+                        kind=FAMILIES[self.family], bias_E=None if bias_E is None else bias_E.detach(),
+                        n_group=gate.num_group if grouped else 1, topk_group=gate.topk_group if grouped else 1,
+                        scaling=float(getattr(gate, "routed_scaling_factor", 1.0)), shared=hasattr(block.mlp, "shared_expert"))
 
     # experts' memory ------------------------------------------------------------------------------------------------
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:

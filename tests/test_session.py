@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
     DynamicCache,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
@@ -228,13 +228,11 @@ def test_beams_and_generate():
 
 
 @pytest.mark.parametrize("build", [
-    lambda: DeepseekV2ForCausalLM(DeepseekV2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=16,
-        qk_rope_head_dim=16, v_head_dim=16, first_k_dense_replace=1, n_group=1, topk_group=1)),
-    lambda: OlmoeForCausalLM(OlmoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                         num_experts=4, num_experts_per_tok=2, pad_token_id=0)),
-], ids=["deepseek_v2", "olmoe"])
+    lambda: GptOssForCausalLM(GptOssConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                           num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
+    lambda: GraniteMoeForCausalLM(GraniteMoeConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+                                                   num_attention_heads=2, num_local_experts=4, num_experts_per_tok=2)),
+], ids=["gpt_oss", "granitemoe"])
 def test_other_moe_families_are_refused_by_name(build, request):
     model = build()
     before = picture(model)
