@@ -13,6 +13,7 @@ from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_nai
 from moe_prefetch.kv.format import PAGE, PageLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NOWHERE = 1 << 30
 
 
 def book_of(layout: PageLayout, heads: int) -> Book:
@@ -79,6 +80,9 @@ def case(
         if n % PAGE:
             last = table[b, n // PAGE]
             pool[last] = fill_unused(pool[last], n % PAGE, layout)
+    for b, n in enumerate(stored):
+        # no kernel asks for a page behind a row's last one
+        table[b, -(-n // PAGE) :] = NOWHERE
     half = lambda n, d: torch.randn(B, heads, n, d, device=DEVICE).half()  # noqa: E731
     ring = window + step + 8
     args = [

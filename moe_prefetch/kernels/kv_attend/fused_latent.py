@@ -141,7 +141,8 @@ def attend_latent(
                  (stage + i) % PLACES, KS_LINE, ROPE_LINE, t0 + i < t1)
         ahead = gl.load(table + gl.minimum(t0 + PLACES, last) // 2)
         near = gl.load(table + gl.minimum(t0 + 1, last) // 2)
-        page = gl.load(table + u0)
+        # what stands in a table behind a row's pages is no page
+        page = gl.where(stored > 0, gl.load(table + u0), 0)
         now = gl.load((pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES + TRAILER_AT).to(gl.pointer_type(gl.float32)))
 
         # queries: a row's largest element becomes 256

@@ -81,7 +81,8 @@ def attend_naive(
     """Queries of each row's last tokens over everything the row holds.
 
     q         [B, H, T, dk + rope]; row b uses its first q_len[b] queries, at positions length[b] - q_len[b] + i; the others give 0 and -inf
-    table     int [B, P] page ids of pool uint8 [P, N, page_bytes]; stored[b] tokens of row b are in them
+    table     int [B, P] page ids of pool uint8 [P, N, page_bytes]; stored[b] tokens of row b are in them,
+              and what stands behind their pages is not read
     length    int [B] tokens of each row, those of the queries included
     sink_k/v  FP16 [B, N, sinks, d], positions 0 .. sinks - 1
     recent_k/v FP16 [B, N, R, d]: position sinks + stored + j is at (recent_first + j) % R
@@ -91,7 +92,8 @@ def attend_naive(
     dev = q_BHTd.device
     sinks, R = sink_k.shape[2], recent_k.shape[2]
     width = table_BP.shape[1]
-    k_page, v_page = decode_naive(pool_PNb[table_BP.long().flatten()], book, layout)
+    held_BP = torch.arange(width, device=dev) * PAGE < stored_B[:, None]
+    k_page, v_page = decode_naive(pool_PNb[torch.where(held_BP, table_BP, 0).long().flatten()], book, layout)
     lay = lambda x: x.unflatten(0, (B, width)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # noqa: E731
     order = (recent_first_B.long()[:, None] + torch.arange(R, device=dev)) % max(R, 1)
     roll = lambda x: x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))  # noqa: E731
