@@ -23,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.kernels.expert_mlp.naive import EAGER
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Taps
@@ -156,7 +157,7 @@ class Held:
     num_layers: int
     num_experts: int
     gates: list[GateSpec]
-    sums = "eager"  # the layer itself weighs and adds the rows that experts give
+    how = EAGER  # the layer itself weighs and adds the rows that experts give
 
     def _begin(self, experts: list[nn.Module], acts: list[Activation], rank: int, ranks: int) -> None:
         self._experts, self._acts, self._rank, self._ranks = experts, acts, rank, ranks

@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.kernels.expert_mlp.naive import How
 from moe_prefetch.kv.codec import OutlierStats
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
@@ -102,9 +103,9 @@ class TransformersModel:
         for block in self.blocks:
             self._check_layout(block.mlp.experts)
         experts = self.blocks[0].mlp.experts
-        self.sums = experts.config._experts_implementation or "eager"
         self.num_layers, self.num_experts = len(self.blocks), experts.gate_up_proj.shape[0]
         self.gates = [self._gate(b) for b in self.blocks]
+        self.how = How(experts.config._experts_implementation or "eager", self.gates[0].norm_D.dtype)
         self._originals: list[_Original] = []
         self._refusals: list[torch.utils.hooks.RemovableHandle] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -120,6 +121,11 @@ class TransformersModel:
                                         do="load it without quantisation or sharding")
         dispatched = hasattr(type(experts).forward, "__wrapped__") and hasattr(experts, "config")
         layout = [getattr(experts, k, None) for k in ("is_concatenated", "is_transposed", "has_bias", "has_gate")]
+        # act(gate) * up: transformers gives this method to classes that have none of their own.
+        gated = getattr(experts, "_apply_gate", None)
+        if getattr(gated, "__module__", "") != ExpertsInterface.__module__:
+            raise UnsupportedModelError("its experts have an _apply_gate of their own", where=where, expected="act(gate) * up",
+                                        do="use a supported family")
         if not dispatched or layout != [True, False, False, True]:
             raise UnsupportedModelError("its experts are of another layout", where=where,
                                         expected="transformers' experts interface: gate and up "

@@ -23,6 +23,11 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 out, err = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
 
 
+# Packages that a plain install leaves out, and the extra that brings each.
+EXTRAS = {"transformers": "hf", "accelerate": "hf", "gguf": "hf", "huggingface_hub": "hf", "matplotlib": "report", "triton": "triton",
+          "prometheus_client": "metrics", "deepspeed": "deepspeed", "megatron": "megatron"}
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Our errors, and the system's about files, in one paragraph and exit code 1; an interrupt is 130."""
@@ -37,6 +42,12 @@ def _errors() -> Iterator[None]:
         yield
     except MoEPrefetchError as e:
         err.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from e
+    except ModuleNotFoundError as e:
+        if (extra := EXTRAS.get(package := (e.name or "").partition(".")[0])) is None:
+            raise
+        err.print(f"error: {package} is not installed. What to do: pip install 'moe_prefetch[{extra}]', in a checkout '.[{extra}]'.",
+                  style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from e
     except BrokenPipeError:
         raise

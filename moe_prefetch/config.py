@@ -61,6 +61,19 @@ class _Section(BaseModel, metaclass=_Checked):
             raise ValueError("a path can't contain a NUL")
         return value
 
+    @field_validator("path", "calibration", "out", mode="before", check_fields=False)
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """`~` is the user's home, as in a shell; nothing, or blanks, names no file."""
+        if not isinstance(value, str | Path):
+            return value
+        if not str(value).strip() or value == "":
+            raise ValueError("is empty; name a folder or a file, or leave the key out")
+        try:
+            return Path(value).expanduser()
+        except RuntimeError as e:
+            raise ValueError(f"{value}: {e}") from e
+
 
 class DriveConfig(_Section):
     """A model of the drive on top of the real reads, for machines whose page cache makes reads unreal. null: real reads only."""
@@ -147,13 +160,6 @@ class FitSection(_Section):
     lr: float = Field(1e-3, gt=0, le=1, description="peak learning rate")
     moment_tokens: int = Field(8192, ge=1, description="tokens seen before the first step: they give the ridge start")
     held_out_tokens: int = Field(2048, ge=1, description="tokens kept back to judge the probe")
-
-    @field_validator("out", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        if isinstance(value, str) and not value.strip():
-            raise ValueError("is empty; name a folder")
-        return value
 
     @model_validator(mode="after")
     def _fits(self) -> FitSection:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from .config import KVConfig
+    from .kernels.expert_mlp.naive import How
     from .probes.forecast import Forecaster
     from .probes.probe import GateSpec
 
@@ -59,7 +60,7 @@ class HostModel(Protocol):
     num_layers: int
     num_experts: int
     gates: list[GateSpec]
-    sums: str  # how its own experts are summed (`kernels.expert_mlp.naive.Shares`)
+    how: How  # its own experts are computed
 
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """`gate_up` [2 F, D] and `down` [D, F] of one expert: views of the model's own memory."""

@@ -96,7 +96,7 @@ class Session:
         elif config.experts.home == "local":
             store = LocalStore(host, runtime)
             self._ledger = Ledger(host.num_layers, store.layout.nbytes)
-            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note, host.sums)
+            self._compute: LocalCompute | SlotCompute = LocalCompute(store, self._ledger, self._note, host.how)
             self.num_slots = host.num_experts
         else:
             self._start_mover(progress)
@@ -170,7 +170,7 @@ class Session:
             if experts.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep, host.sums)
+        self._compute = SlotCompute(self._mover, self.policy, self._ledger, runtime, self._note, self._keep, host.how)
 
     # taps (called by the host) --------------------------------------------------------------------------------------
     def step_begin(self, batch: int, tokens: int) -> None:
@@ -249,7 +249,7 @@ class Session:
             raise SessionError("experts were called outside a forward pass of the model", where=f"layer {layer}",
                                expected="a call of the model", do="call the model itself, or detach first")
         if self._device is not None:
-            check_hidden(hidden_TD, self._device.store.layout, layer)
+            check_hidden(hidden_TD, self._device.store.layout, layer, self._host.how)
             check_silu(act, layer)
             return self._device.experts(layer, in_dtype_of(self._device.store.layout, hidden_TD), ids_TK, weights_TK).to(hidden_TD.dtype)
         return self._compute.run(layer, self._step, self._kind, hidden_TD, ids_TK, weights_TK, act)

@@ -1,18 +1,20 @@
 """Everything that is wrong with a configuration, as far as it can be seen without a model or a GPU."""
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import config as config_module
 from . import deepspeed_file
 from .errors import MoEPrefetchError
-from .experts.store import MANIFEST, read_manifest
-from .kv.codec import OutlierStats
-from .probes.probe import read_folder
-from .runtime import REAL, Runtime
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
-def check(path: Path | str, runtime: Runtime = REAL) -> list[str]:
+def check(path: Path | str, runtime: Runtime | None = None) -> list[str]:
     """Every problem of a config file, one line each, none when it is sound: its syntax, its keys, their values and how they fit
     together (in a DeepSpeed file also with DeepSpeed's), and what they name on the drive (a probe, a KV calibration, a record folder).
     Raises nothing for a bad file."""
@@ -23,31 +25,51 @@ def check(path: Path | str, runtime: Runtime = REAL) -> list[str]:
         stock = {key: value for key, value in whole.items() if key != deepspeed_file.SECTION}
         problems += deepspeed_file.misspelt(stock) + deepspeed_file.contradictions(stock, config)
     if config.probe.path is not None:
-        problems += _trial("probe.path", lambda: read_folder(config.probe.path))
+        problems += _trial("probe.path", lambda: _probe(config.probe.path))
     if config.kv.calibration is not None:
-        problems += _trial("kv.calibration", lambda: OutlierStats.load(config.kv.calibration))
+        problems += _trial("kv.calibration", lambda: _calibration(config.kv.calibration))
     if config.experts.path is not None:
         problems += _record_folder(config.experts.path, runtime)
     return problems
 
 
-def _trial(key: str, act) -> list[str]:  # type: ignore[no-untyped-def]
+# What is named on the drive needs torch to be looked into; the rest of a file does not.
+def _probe(folder: Path) -> None:
+    from .probes.probe import read_folder
+
+    read_folder(folder)
+
+
+def _calibration(path: Path) -> None:
+    from .kv.codec import OutlierStats
+
+    OutlierStats.load(path)
+
+
+def _trial(key: str, act: Callable[[], object]) -> list[str]:
     try:
         act()
     except MoEPrefetchError as e:
         return [f"{key}: {e}"]
+    except ModuleNotFoundError as e:
+        return [f"{key}: can't be looked into without {e.name}. What to do: install it, or validate where it is."]
     return []
 
 
-def _record_folder(folder: Path, runtime: Runtime) -> list[str]:
+def _record_folder(folder: Path, runtime: Runtime | None) -> list[str]:
     """A folder with records needs to be read only; otherwise they must be written there, or where the folder will be made."""
-    if (folder / MANIFEST).exists():
-        return _trial("experts.path", lambda: read_manifest(folder))
+    if (folder / "manifest.json").exists():
+        def read() -> None:
+            from .experts.store import read_manifest
+
+            read_manifest(folder)
+
+        return _trial("experts.path", read)
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
         return [f"experts.path: {there} is no folder. What to do: name another one."]
-    if not runtime.writable(there):
+    if not (os.access(there, os.W_OK | os.X_OK) if runtime is None else runtime.writable(there)):
         return [f"experts.path: {there} can't be written to. What to do: name another folder, or give the permission."]
     return []

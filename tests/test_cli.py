@@ -80,6 +80,33 @@ def test_the_systems_errors_about_files_are_told_in_a_sentence(monkeypatch, tmp_
     assert said.exit_code == 1 and "error: No space left on device [/some/file]. What to do:" in " ".join(said.stderr.split())
 
 
+WITHOUT = """
+import importlib.abc, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in WHAT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Without())
+sys.argv = ["moe-prefetch", *sys.argv[1:]]
+from moe_prefetch.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("without", "args", "code", "words"), [
+    ("transformers", ["demo", "--out", "run"], 1, "transformers is not installed. What to do: pip install 'moe_prefetch[hf]'"),
+    ("torch", ["validate", "ds.json"], 0, "no problems"),
+    ("torch", ["validate", "probe.yaml"], 1, "probe.path: can't be looked into without torch"),
+])
+def test_what_a_plain_install_leaves_out(tmp_path, without, args, code, words):
+    (tmp_path / "ds.json").write_text('{"dtype": "fp32", "moe_prefetch": {"experts": {"home": "disk", "resident": "50%"}}}')
+    (tmp_path / "probe.yaml").write_text("probe: {path: p}\n")
+    line = [sys.executable, "-c", WITHOUT.replace("WHAT", repr([without])), *args]
+    said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == code and words in " ".join((said.stdout + said.stderr).split()), said.stderr
+    assert "Traceback" not in said.stderr
+
+
 @pytest.mark.parametrize("args", [["env"], ["--help"], ["validate", "FILE"]])
 def test_a_reader_that_leaves_is_no_fault(tmp_path, args):
     """`moe-prefetch env | head -1`."""

@@ -352,3 +352,19 @@ def test_a_path_with_a_nul_is_refused(tmp_path):
     (tmp_path / "c.yaml").write_text('experts: {home: disk, path: "a\\0b"}\nprobe: {path: "c\\0"}\n')
     _, problems = config.examine(tmp_path / "c.yaml")
     assert [p.split(" (")[0] for p in problems] == ["experts.path: a path can't contain a NUL", "probe.path: a path can't contain a NUL"]
+
+
+@pytest.mark.parametrize("text", ['experts: {home: disk, path: ""}', 'probe: {path: "   "}', "kv: {calibration: ''}"])
+def test_a_path_that_names_nothing_is_refused(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    _, problems = config.examine(tmp_path / "c.yaml")
+    assert len(problems) == 1 and "is empty; name a folder or a file" in problems[0]
+    with pytest.raises(ConfigError, match="is empty"):
+        load({"experts": {"home": "disk", "path": ""}})
+
+
+def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load({"experts": {"home": "disk", "path": "~/records"}}).experts.path == tmp_path / "records"
+    (tmp_path / "sub").mkdir()
+    assert load(write(tmp_path / "sub", "kv: {format: fp4-72, calibration: ~/p}\n")).kv.calibration == tmp_path / "p"

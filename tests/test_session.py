@@ -241,6 +241,33 @@ def test_other_moe_families_are_refused_by_name(build, request):
     assert picture(model) == before
 
 
+def test_experts_with_a_gate_of_their_own_are_refused(monkeypatch):
+    model = tiny("qwen3_moe")
+    before, experts = picture(model), model.model.layers[1].mlp.experts
+    experts._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0].clamp(max=1)
+    with pytest.raises(UnsupportedModelError, match="_apply_gate of their own"):
+        moe_prefetch.attach(model)
+    del experts._apply_gate
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, gate_up: gate_up.chunk(2, -1)[0])
+    with pytest.raises(UnsupportedModelError, match="_apply_gate of their own"):
+        moe_prefetch.attach(model, DISK)
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_of_another_dtype(layer):
+    """transformers casts hidden states to the weights' dtype, so such a model works; where records are made, it is refused."""
+    model = tiny("qwen2_moe", expert_width=24)
+    model.model.layers[layer].mlp.experts.bfloat16()
+    want = logits_of(model, prompt())
+    with moe_prefetch.attach(model):
+        assert torch.equal(logits_of(model, prompt()), want)
+    for home in ("disk", "host"):
+        with pytest.raises(UnsupportedModelError, match="experts differ"):
+            moe_prefetch.attach(model, {"version": 1, "experts": {"home": home, "resident": "50%"}})
+    assert torch.equal(logits_of(model, prompt()), want)
+
+
 def test_a_dense_model_is_refused_by_name():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(UnsupportedModelError, match="llama has no MoE layers"):
@@ -795,8 +822,9 @@ def test_records_altered_while_attached_do_not_become_the_model(tmp_path):
     with open(file, "r+b") as f:
         f.seek(at)
         f.write(bytes(b ^ 1 for b in whole[at : at + 64]))
-    with pytest.raises(ArtefactError, match="altered"):
+    with pytest.raises(ArtefactError, match=r"altered.*keep the file: it alone has the experts' weights") as e:
         session.detach()
+    assert "delete" not in str(e.value)
     file.write_bytes(whole)
     session.detach()
     assert torch.equal(logits_of(model, prompt()), before)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import IntegrityError, SessionError, ShapeError, UnsupportedModelError
-from ..kernels.expert_mlp.naive import Activation, Shares
+from ..kernels.expert_mlp.naive import EAGER, Activation, How, Shares
 from ..runtime import Runtime
 from ..types import Demand, Lease, Settlement
 from .ledger import Ledger
@@ -35,18 +35,19 @@ def demand_of(layer: int, step: int, ids_TK: torch.Tensor, num_experts: int) -> 
     return Demand(layer, step, tuple(e for e, _ in pairs), tuple(n for _, n in pairs))
 
 
-def check_hidden(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int) -> None:
-    """Raises SessionError, ShapeError. Autocast leaves hidden states in any dtype."""
+def check_hidden(hidden_TD: torch.Tensor, layout: RecordLayout, layer: int, how: How) -> None:
+    """Raises SessionError, ShapeError. Autocast leaves hidden states in any dtype, and some implementations cast what they are given."""
     if torch.is_grad_enabled() and hidden_TD.requires_grad:
         raise SessionError("an attached model serves inference only", where="experts", expected="torch.no_grad() or torch.inference_mode()",
                            do="detach to train")
-    if str(hidden_TD.dtype) != f"torch.{layout.parts[0].dtype}" and not torch.is_autocast_enabled(hidden_TD.device.type):
+    known = str(hidden_TD.dtype) == f"torch.{layout.parts[0].dtype}" or (how.casts and hidden_TD.dtype == how.given)
+    if not known and not torch.is_autocast_enabled(hidden_TD.device.type):
         raise ShapeError(f"hidden states are {hidden_TD.dtype}, the experts {layout.parts[0].dtype}", where=f"layer {layer}",
                          expected="one dtype", do="convert the model before it is attached; detach first if it is")
 
 
 def in_dtype_of(layout: RecordLayout, hidden_TD: torch.Tensor) -> torch.Tensor:
-    """Hidden states in the experts' dtype, which is another than theirs under autocast alone (`check_hidden`)."""
+    """Hidden states in the experts' dtype, which may be another than theirs (`check_hidden`)."""
     return hidden_TD.to(getattr(torch, layout.parts[0].dtype))
 
 
@@ -58,17 +59,17 @@ def check_silu(act: Activation, layer: int) -> None:
 
 
 class LocalCompute:
-    """All experts at home in memory: every demand is a hit. `sums`: how they are summed (`Shares`)."""
+    """All experts at home in memory: every demand is a hit. `how`: how they are summed (`Shares`)."""
 
-    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None], sums: str = "eager") -> None:
-        self._store, self._ledger, self._on_demand, self._sums = store, ledger, on_demand, sums
+    def __init__(self, store: LocalStore, ledger: Ledger, on_demand: Callable[[Demand], None], how: How = EAGER) -> None:
+        self._store, self._ledger, self._on_demand, self._how = store, ledger, on_demand, how
 
     def run(self, layer: int, step: int, kind: str, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]."""
-        check_hidden(hidden_TD, self._store.layout, layer)
+        check_hidden(hidden_TD, self._store.layout_of(layer), layer, self._how)
         demand = demand_of(layer, step, ids_TK, self._store.source.num_experts)
-        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._sums)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._how)
         for e in demand.experts:
             v = self._store.views(layer, e)
             shares.add(e, v["gate_up"], v["down"])
@@ -80,13 +81,13 @@ class LocalCompute:
 class SlotCompute:
     """Experts in slots, filled by a mover from their home.
 
-    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load. `sums`: how experts
+    `keep_E(layer, step)` may give what each expert in a slot is worth after this step; empty means the recent load. `how`: how experts
     are summed (`Shares`).
     """
 
     def __init__(self, mover: Mover, policy: Policy, ledger: Ledger, runtime: Runtime, on_demand: Callable[[Demand], None],
-                 keep_E: Callable[[int, int], tuple[int, ...]], sums: str = "eager") -> None:
-        self._sums = sums
+                 keep_E: Callable[[int, int], tuple[int, ...]], how: How = EAGER) -> None:
+        self._how = how
         self._mover, self._policy, self._ledger, self._runtime = mover, policy, ledger, runtime
         self._on_demand, self._keep_E = on_demand, keep_E
 
@@ -94,9 +95,9 @@ class SlotCompute:
             act: Activation) -> torch.Tensor:
         """hidden_TD [T, D], ids_TK [T, K] int64, weights_TK [T, K] -> [T, D]. Raises DeadlineError, ArtefactError."""
         mover = self._mover
-        check_hidden(hidden_TD, mover.store.layout, layer)
+        check_hidden(hidden_TD, mover.store.layout, layer, self._how)
         demand = demand_of(layer, step, ids_TK, mover.table.num_experts)
-        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._sums)
+        shares = Shares(hidden_TD, ids_TK, weights_TK, act, self._how)
         serving = _Serving(mover, self._policy, demand, self._keep_E(layer, step))
         stall = 0.0
         try:

@@ -27,6 +27,14 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 3, "manifest.json"
 REBUILD = "delete the folder; it is rebuilt from the model at the next attach"
+# While a session is attached its records are the only copy of the experts.
+KEEP = ("keep the file: it alone has the experts' weights now. Mend the drive and detach again; if the record stays as it is, load the "
+        "model anew from its checkpoint")
+_REMEDY = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space on the drive, or set experts.path to a folder on another"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the way: set experts.path to a folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "set experts.path to a folder that can be written, or give the permission"),
+}
 _DIGEST, _FILE = re.compile("[0-9a-f]{64}"), re.compile(r"records-[0-9a-f]{16}\.bin")
 _LEFTOVER = re.compile(r"\.(records-[0-9a-f]{16}\.bin|manifest\.json)\.[0-9a-f]{12}\.tmp")
 
@@ -47,7 +55,14 @@ class LocalStore:
     def __init__(self, source: ExpertSource, runtime: Runtime) -> None:
         self.source, self._runtime = source, runtime
         self.layout = RecordLayout.of(source.tensors(0, 0))
+        self._layouts: dict[int, RecordLayout] = {}
         self._aligned: torch.Tensor | None = None
+
+    def layout_of(self, layer: int) -> RecordLayout:
+        """A layer's own: here layers may differ, in dtype for one."""
+        if layer not in self._layouts:
+            self._layouts[layer] = RecordLayout.of(self.source.tensors(layer, 0))
+        return self._layouts[layer]
 
     def views(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """An expert's parts, valid until the next call. BLAS may round differently at another alignment or stride, so where the model's own
@@ -57,10 +72,11 @@ class LocalStore:
                  if isinstance(t, torch.Tensor) and (t.device.type != "cpu" or (t.data_ptr() % ALIGN == 0 and t.is_contiguous()))}
         if len(ready) == len(parts):
             return ready
-        if self._aligned is None:
-            self._aligned = self._runtime.allocate(self.layout.nbytes)
-        self.layout.pack(parts, self._aligned, stamp=(0, layer, expert))
-        return self.layout.views(self._aligned)
+        layout = self.layout_of(layer)
+        if self._aligned is None or len(self._aligned) < layout.nbytes:
+            self._aligned = self._runtime.allocate(layout.nbytes)
+        layout.pack(parts, self._aligned, stamp=(0, layer, expert))
+        return layout.views(self._aligned)
 
 
 class DiskStore:
@@ -69,6 +85,7 @@ class DiskStore:
     def __init__(self, path: Path, digests: list[str], source: ExpertSource, layout: RecordLayout, runtime: Runtime, weights: int) -> None:
         self.path, self.digests, self.layout, self._runtime, self.weights = path, digests, layout, runtime, weights
         self.num_layers, self.num_experts = source.num_layers, source.num_experts
+        self._advice = KEEP
         try:
             self._file = runtime.open_read(path)
         except OSError as e:
@@ -100,7 +117,7 @@ class DiskStore:
             if isinstance(e, OSError) and not isinstance(e, DeadlineError):
                 raise ArtefactError(f"the records can't be written: {e.strerror}", where=str(folder),
                                     expected="a folder with space for them",
-                                    do="free space on the drive, or set experts.path to a folder that can be written") from e
+                                    do=_REMEDY.get(e.errno or 0, "check the drive, then try again")) from e
             raise
 
     @classmethod
@@ -176,9 +193,11 @@ class DiskStore:
         return store
 
     def _verify(self) -> None:
-        buffer = self._runtime.allocate(self.layout.nbytes)
+        """Before the model's weights are given up. Raises ArtefactError."""
+        buffer, self._advice = self._runtime.allocate(self.layout.nbytes), REBUILD
         for i in range(len(self.digests)):
             self.read_whole(*divmod(i, self.num_experts), buffer)
+        self._advice = KEEP
 
     def _matches(self, source: ExpertSource) -> bool:
         buffer = self._runtime.allocate(self.layout.nbytes)
@@ -209,7 +228,7 @@ class DiskStore:
             raise ArtefactError(f"a record can't be read: {e.strerror}", where=where, do="check the drive, then try again") from e
         if (stamp := self.layout.stamp_of(buffer)) != (self.weights, layer, expert):
             raise ArtefactError("a record was altered: it says weights {}, layer {}, expert {}".format(*stamp), where=where,
-                                expected=f"weights {self.weights}, layer {layer}, expert {expert}", do=REBUILD)
+                                expected=f"weights {self.weights}, layer {layer}, expert {expert}", do=self._advice)
 
     def read_whole(self, layer: int, expert: int, buffer: torch.Tensor) -> None:
         """`read_into`, and every byte is compared with what was written. Raises ArtefactError."""
@@ -217,7 +236,7 @@ class DiskStore:
         digest = self.digests[layer * self.num_experts + expert]
         if hashlib.sha256(checkpoint.tensor_bytes(buffer[: self.layout.nbytes])).hexdigest() != digest:
             raise ArtefactError("a record was altered", where=f"{self.path}, layer {layer}, expert {expert}",
-                                expected=f"sha256 {digest[:16]}…", do=REBUILD)
+                                expected=f"sha256 {digest[:16]}…", do=self._advice)
 
     def close(self) -> None:
         self._file.close()

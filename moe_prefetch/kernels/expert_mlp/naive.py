@@ -5,6 +5,7 @@ Twice: in the model's dtype, as the CPU serves it, and from records in FP32, as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -38,30 +39,46 @@ def accumulate(out_TD: torch.Tensor, hidden_TD: torch.Tensor, token_n: torch.Ten
     out_TD.index_add_(0, token_n, y_nD.to(out_TD.dtype))
 
 
+class How(NamedTuple):
+    """How a model computes its own experts: the implementation, by transformers' names, and the dtype of the hidden states that they get,
+    where that may be another than the weights'."""
+
+    name: str = "eager"
+    given: torch.dtype | None = None
+
+    @property
+    def casts(self) -> bool:
+        """Whether it brings hidden states to the weights' dtype by itself, and autocast does not know its products: `grouped_mm` and
+        what is like it."""
+        return self.name not in ("eager", "batched_mm")
+
+
+EAGER = How()
+
+
 class Shares:
     """What the experts of a layer give, summed as the model's own experts do, so that an attached model has the model's bits.
 
-    how: the implementation, by transformers' names. `eager`: each expert's share is added to an output of the hidden states' dtype. Others:
-    the K shares of a token, of the dtype that expert outputs and routing weights have together, are kept and summed at the end. Autocast
-    knows the products of `eager` and `batched_mm` and not those of others, which are in the weights' dtype.
+    `eager`: each expert's share is added to an output of the hidden states' dtype. Others: the K shares of a token, of the dtype that
+    expert outputs and routing weights have together, are kept and summed at the end.
     """
 
-    def __init__(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, act: Activation, how: str) -> None:
+    def __init__(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, act: Activation, how: How) -> None:
         self._given, self._act, self._how = (hidden_TD, ids_TK, weights_TK), act, how
-        self._out = torch.zeros_like(hidden_TD) if how == "eager" else None
+        self._out = torch.zeros_like(hidden_TD) if how.name == "eager" else None
 
     def add(self, expert: int, gate_up_FD: torch.Tensor, down_DF: torch.Tensor) -> None:
         hidden_TD, ids_TK, weights_TK = self._given
-        if self._how == "eager":
+        if self._how.name == "eager":
             accumulate(self._out, hidden_TD, *tokens_of(expert, ids_TK, weights_TK), gate_up_FD, down_DF, self._act)
             return
         token_n, k_n = (ids_TK == expert).nonzero(as_tuple=True)
         x_nD = hidden_TD[token_n]
-        if self._how != "batched_mm" and torch.is_autocast_enabled(kind := x_nD.device.type):
-            with torch.autocast(kind, enabled=False):
-                y_nD = expert_mlp(x_nD.to(gate_up_FD.dtype), gate_up_FD, down_DF, self._act)
-        else:
+        if not self._how.casts:
             y_nD = expert_mlp(x_nD, gate_up_FD, down_DF, self._act)
+        else:
+            with torch.autocast(x_nD.device.type, enabled=False):
+                y_nD = expert_mlp(x_nD.to(gate_up_FD.dtype), gate_up_FD, down_DF, self._act)
         share_nD = y_nD * weights_TK[token_n, k_n, None]
         if self._out is None:
             self._out = share_nD.new_zeros(*ids_TK.shape, share_nD.shape[1])
@@ -71,7 +88,7 @@ class Shares:
         """[T, D]."""
         if self._out is None:
             return torch.zeros_like(self._given[0])
-        return self._out if self._how == "eager" else self._out.sum(1).to(self._given[0].dtype)
+        return self._out if self._how.name == "eager" else self._out.sum(1).to(self._given[0].dtype)
 
 
 def moe(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor,
