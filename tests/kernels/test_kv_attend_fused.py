@@ -15,7 +15,7 @@ from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.records import encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .kv_cases import DEVICE, NOWHERE
 
 
 def case(
@@ -63,6 +63,9 @@ def case(
             for part, row in (("k_codes", dim // 2), ("k_scales", layout.k_blocks), ("v_scales", dim // 64), ("k_outliers", 2 * outliers)):
                 at, size = layout.offsets[part]
                 pool[last, :, at + first * row : at + size] = 0xFF
+    for b, n in enumerate(stored):
+        # no kernel asks for a page behind a row's last one
+        table[b, -(-n // PAGE) :] = NOWHERE
     half = lambda n: torch.randn(B, heads, n, dim, device=DEVICE).half()  # noqa: E731
     ring = window + 8
     q = torch.randn(B, heads * group, draft, dim, device=DEVICE)
