@@ -23,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.integrations.deepspeed_formula import Activation
 from moe_prefetch.kernels.expert_mlp.naive import EAGER
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
@@ -30,7 +31,6 @@ from moe_prefetch.seam import ExpertTaps, Taps
 from moe_prefetch.types import PROB_ONE
 
 Handles = list[torch.utils.hooks.RemovableHandle]
-Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MoEPrefetchPolicy(DSPolicy):
@@ -82,14 +82,16 @@ class StandIn(nn.Module):
     taps: ExpertTaps
     layer: int
     act: Activation
+    still: Callable[[], None]  # raises SessionError: what it stands for has changed
 
-    def __init__(self, own: nn.Module, taps: ExpertTaps, layer: int, act: Activation) -> None:
+    def __init__(self, own: nn.Module, **rest: Any) -> None:
         super().__init__()
         self.__dict__.update(own.__dict__)
-        self.__dict__.update(own=own, taps=taps, layer=layer, act=act)
+        self.__dict__.update(own=own, **rest)
 
     def serve(self, rows_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
         """Each row through its expert. Rows of zeros are what DeepSpeed pads with: they give zero and are no demand."""
+        self.still()
         ids_NK = torch.where((rows_ND != 0).any(-1), ids_N, -1)[:, None]
         return self.taps.experts(self.layer, rows_ND, ids_NK, torch.ones_like(rows_ND[:, :1]), self.act)
 
@@ -161,7 +163,7 @@ class Held:
 
     def _begin(self, experts: list[nn.Module], acts: list[Activation], rank: int, ranks: int) -> None:
         self._experts, self._acts, self._rank, self._ranks = experts, acts, rank, ranks
-        self.num_layers = len(experts)
+        self.num_layers, self._looked = len(experts), False
         self._originals: list[tuple[Weight, nn.Parameter, torch.Size]] = []
         self._refusals: Handles = []
         self._handles: Handles = []
@@ -176,7 +178,23 @@ class Held:
     def share(self, forecaster: Forecaster) -> Forecaster:
         return forecaster if self._ranks == 1 else LocalShare(forecaster, self._rank * self.num_experts, self.num_experts, self._ranks)
 
+    def check_experts(self) -> None:
+        """Whether they compute what we compute in their place. Raises UnsupportedModelError."""
+        for layer, own in enumerate(self._experts):
+            kind = type(own)
+            if kind not in _STAND_INS or "forward" in vars(own) or kind.forward.__module__ != kind.__module__:
+                raise UnsupportedModelError(f"its experts can't be served: {kind.__name__} with a forward that is not DeepSpeed's own",
+                                            where=f"MoE layer {layer}", expected=" or ".join(k.__name__ for k in _STAND_INS),
+                                            do="serve it without moe_prefetch")
+
+    def _still(self, layer: int) -> Callable[[], None]:
+        """What is asked at each step of a layer."""
+        return lambda: None
+
     def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        if not self._looked:
+            self.check_experts()
+            self._looked = True
         gate, up, down = self._weights(layer, expert)
         return {"gate_up": torch.cat([gate.value, up.value]), "down": down.value}
 
@@ -231,8 +249,9 @@ class Held:
         number = {id(m): i for i, m in enumerate(self._experts)}
 
         def put(child: nn.Module, _: int, path: str) -> nn.Module:
-            layer = number.get(id(child))
-            return child if layer is None else _STAND_INS[type(child)](child, taps, layer, self._acts[layer])
+            if (layer := number.get(id(child))) is None:
+                return child
+            return _STAND_INS[type(child)](child, taps=taps, layer=layer, act=self._acts[layer], still=self._still(layer))
 
         for kind in {type(m) for m in self._experts}:
             MoEPrefetchPolicy.replace(self.model, kind, put)
@@ -241,5 +260,11 @@ class Held:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+        def back(child: Any, _: int, path: str) -> nn.Module:
+            # Set meanwhile on the stand-in alone.
+            child.own.training = child.training
+            return child.own  # type: ignore[no-any-return]
+
         for kind in _STAND_INS.values():
-            MoEPrefetchPolicy.replace(self.model, kind, lambda child, _, path: child.own)  # type: ignore[arg-type,return-value]
+            MoEPrefetchPolicy.replace(self.model, kind, back)

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,15 +20,14 @@ from torch import nn
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
-from moe_prefetch.integrations.deepspeed_experts import Activation, Handles, Held, MoEPrefetchPolicy, Weight
+from moe_prefetch.integrations.deepspeed_experts import Handles, Held, MoEPrefetchPolicy, Weight
+from moe_prefetch.integrations.deepspeed_formula import PROJECTIONS, Formula
 from moe_prefetch.integrations.transformers import FAMILIES, TransformersModel
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Listener, Taps
 
 # What has been tried inside DeepSpeed's engines; transformers alone has more (`integrations.transformers.FAMILIES`).
 SERVED = ("qwen2_moe", "qwen3_moe", "mixtral")
-ACTIVATIONS: tuple[Activation, ...] = (F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu)
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_family(family: str, where: str) -> None:
@@ -130,7 +130,6 @@ class MoEModel(Held):
         group = first.deepspeed_moe.ep_group
         rank = 0 if group is None or first.ep_size == 1 else comm.get_rank(group)
         self._begin([m.deepspeed_moe.experts for m in self.layers], [F.silu] * len(self.layers), rank, first.ep_size)
-        self._known: set[int] = set()
         self.gates = [self._gate(m) for m in self.layers]
 
     @property
@@ -142,33 +141,13 @@ class MoEModel(Held):
         weight_ED = gate.wg.weight.detach()
         return GateSpec(weight_ED=weight_ED, norm_D=torch.ones_like(weight_ED[0]), norm_eps=1e-6, top_k=gate.k)
 
-    def tensors(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
-        if layer not in self._known:
-            self._acts[layer] = self._activation(layer)
-            self._known.add(layer)
-        return super().tensors(layer, expert)
+    def check_experts(self) -> None:
+        super().check_experts()
+        self._formula = Formula([own.deepspeed_experts for own in self._experts])  # type: ignore[misc]
+        self._acts = self._formula.acts
 
-    def _activation(self, layer: int) -> Activation:
-        """What the layer's experts have between their matrices, found by running one. Raises UnsupportedModelError: no gated FFN."""
-        own: Any = self._experts[layer]
-        for module in own.deepspeed_experts:
-            linears = [getattr(module, name, None) for name in PROJECTIONS]
-            named = {n for n, _ in module.named_parameters()}
-            if named != {f"{n}.weight" for n in PROJECTIONS} or any(type(p) is not nn.Linear for p in linears):
-                break
-        else:
-            gate, up, down = (getattr(own.deepspeed_experts[0], name).weight.detach() for name in PROJECTIONS)
-            x = torch.linspace(-2, 2, 3 * gate.shape[1], dtype=gate.dtype, device=gate.device).view(3, -1)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                got = own.deepspeed_experts[0](x)
-                for act in ACTIVATIONS:
-                    want = F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
-                    if isinstance(got, torch.Tensor) and torch.allclose(got, want, rtol=1e-2, atol=1e-3 * float(want.abs().max())):
-                        return act
-        raise UnsupportedModelError(f"its experts are of another layout: {type(own.deepspeed_experts[0]).__name__}",
-                                    where=f"MoE layer {layer}",
-                                    expected="down_proj(act(gate_proj(x)) * up_proj(x)), linear layers without bias",
-                                    do="leave experts out of the section; a probe can be fitted with any expert")
+    def _still(self, layer: int) -> Callable[[], None]:
+        return partial(self._formula.check, layer)
 
     def _weights(self, layer: int, expert: int) -> tuple[Weight, Weight, Weight]:
         own: Any = self._experts[layer]
@@ -179,11 +158,6 @@ class MoEModel(Held):
         if kv.format != "fp16" or kv.layers:
             raise ConfigError(f"kv.format is {kv.format}, but this model keeps its KV cache itself", where=type(self.model).__name__,
                               expected="a transformers model", do="drop kv")
-
-    def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
-        for layer in range(self.num_layers):
-            self.tensors(layer, 0)
-        super().install(taps, kv)
 
     def _hook(self, taps: Taps, kv: KVConfig | None, handles: Handles) -> None:
         opened: list[bool] = []

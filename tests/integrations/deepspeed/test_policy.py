@@ -14,7 +14,7 @@ from moe_prefetch.config import load
 from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations.deepspeed_experts import LocalShare
-from moe_prefetch.integrations.deepspeed_models import MoEModel, OwnExperts
+from moe_prefetch.integrations.deepspeed_models import OwnExperts
 from moe_prefetch.runtime import REAL
 from moe_prefetch.session import Session
 from moe_prefetch.types import PROB_ONE
@@ -87,20 +87,6 @@ class Plain(nn.Module):
         return F.relu(self.up(x))
 
 
-class Gelu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Swapped(Gelu):
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x) + self.up_proj(x))
-
-
 def test_own_layers_need_deepspeeds_groups():
     with pytest.raises(ConfigError, match="init_distributed"):
         mpd.init_inference(Net(1), {"dtype": "fp32", "moe_prefetch": HALF})
@@ -111,13 +97,11 @@ def asked(net: nn.Module, **section):
     mpd._check_model(mpd.open_module(net), load(section), torch.float32, "cpu")
 
 
-def test_the_activation_is_found_by_running_an_expert():
-    assert MoEModel(Net(1))._activation(0) is F.silu
-    assert MoEModel(Net(1, expert=Gelu()))._activation(0) is F.gelu
-    asked(Net(1), **HALF)
-    for expert in (Plain(), Swapped(), Gelu().gate_proj):
-        with pytest.raises(UnsupportedModelError, match="another layout"):
-            asked(Net(1, expert=expert), **HALF)
+def test_experts_are_looked_at_before_deepspeed_is_called():
+    for section in ({}, HALF):
+        asked(Net(1), **section)
+        with pytest.raises(UnsupportedModelError, match="gate_proj is missing"):
+            asked(Net(1, expert=Plain()), **section)
 
 
 def test_what_own_layers_can_not_have():
