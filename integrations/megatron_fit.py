@@ -145,7 +145,8 @@ class ProbeFit:
         outcome: list[str | None] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                probe.save_pretrained(Path(folder), card=card(report, self), extra={"figures": report.rows})  # type: ignore[arg-type]
+                text = card(report, self.config, self.done, self.done * self.config.batch)
+                probe.save_pretrained(Path(folder), card=text, extra={"figures": report.rows})
             except Exception as e:  # noqa: BLE001 the other ranks wait to hear of it
                 outcome[0] = f"{type(e).__name__}: {e}"
         if dist.is_initialized():

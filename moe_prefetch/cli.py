@@ -142,10 +142,10 @@ Model = Annotated[str, typer.Option(help="smolmoe, or a folder with a transforme
 
 @app.command()
 def trace(
-    folder: Annotated[Path, typer.Option("--out", help="Folder for the trace. Called again on it, recording goes on where it stopped.")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the trace. Called again on it with the same text, it goes on.")],
     model: Model = "smolmoe",
     text: Annotated[list[Path] | None, typer.Option(help="Text file; may be given several times. Default: Python's documentation.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Stop after this many tokens.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="At most this many tokens, in whole windows of 512.")] = None,
     cap_mb: Annotated[float, typer.Option(min=1, help="Stop at this many megabytes.")] = 1024.0,
 ) -> None:
     """Record hidden states and router decisions of a model on text: what `fit` learns from."""
@@ -175,8 +175,9 @@ def fit(
             stage = ["starting"]
             jobs.run_fit(model, folder, traces=traces or (), held_out=held_out or (), quick=quick, past=past, force=force,
                          stage=lambda text: stage.__setitem__(0, text), progress=lambda done, total: progress(stage[0], done, total))
-        out.print((folder / "README.md").read_text(), markup=False, highlight=False)
-        out.print(f"probe: {folder}   (probe: {{path: {folder}}} in a config)", markup=False, highlight=False)
+        if jobs.first_rank():
+            out.print((folder / "README.md").read_text(), markup=False, highlight=False)
+            out.print(f"probe: {folder}   (probe: {{path: {folder}}} in a config)", markup=False, highlight=False)
 
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure what the library does, next to what people use today.")

@@ -1,15 +1,17 @@
 """The fitting loop: from a trace, or online beside a running model; one device or data-parallel under torchrun.
 
 A fit keeps its state in `<out>/fit-state/`: after every epoch the weights, averages and optimiser moments, written whole and then named
-by `state.json`. Started again with the same settings it goes on from the last epoch; with others it refuses. Before anything is
+by `state.json`. Started again with the same settings and text it goes on from the last epoch; with others it refuses. Before anything is
 written to `<out>` itself the release gate compares the probe with the stale gate on held-out text of every domain: a probe that is
 below it on average is refused (`force` writes it all the same), a single layer that is below it falls back to the stale gate.
 """
 from __future__ import annotations
 
+import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,48 +19,23 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, write_json
-from ..errors import ArtefactError, ConfigError, ReleaseError, ShapeError
+from ..errors import ArtefactError, ConfigError, MoEPrefetchError, ReleaseError, SessionError, ShapeError
 from ..runtime import REAL, Runtime
 from . import metrics
+from .batches import Source, batches, digest, ranks
 from .calibrate import calibrate, margin_and_truth
 from .collect import Collector, Step
 from .probe import HORIZONS, GateSpec, RoutingProbe, gate_hash
 from .targets import FitConfig, Taps
 from .trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 
 class Scalars(Protocol):
     """What a TensorBoard SummaryWriter offers; any object with this method can watch a fit."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> Any: ...
-
-
-class Source(Protocol):
-    """Shards of recorded steps: `traces.Trace`, or `Memory`."""
-
-    def __len__(self) -> int: ...
-
-    def shard(self, index: int) -> Step: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """Steps already in memory as a source."""
-
-    steps: Sequence[Step]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def shard(self, index: int) -> Step:
-        return self.steps[index]
-
-    @property
-    def tokens(self) -> int:
-        return sum(s.taps.tokens for s in self.steps)
 
 
 @dataclass(slots=True)
@@ -70,27 +47,21 @@ class Report:
     refused: list[str] = field(default_factory=list)
 
 
-def _ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def batches(source: Source, size: int, epoch: int, seed: int, past_eps: float | None = None) -> Iterator[Taps]:
-    """This rank's batches of one epoch: its shards in random order, their tokens shuffled. Every rank yields the same number, whatever the
-    sizes of its shards, so that no collective is missed: an equal share of the tokens, going round again where a rank holds fewer. With
-    `past_eps` (the norms' epsilon) the taps hold the recent past."""
-    rank, world = _ranks()
-    mine = [i for i in range(len(source)) if i % world == rank] or [rank % max(1, len(source))]
-    generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
-    left = max(1, source.tokens // (size * world))
-    while True:
-        for i in torch.randperm(len(mine), generator=generator).tolist():
-            taps = source.shard(mine[i]).taps_with_past(past_eps)
-            order = torch.randperm(taps.tokens, generator=generator)
-            for start in range(0, max(1, taps.tokens - size + 1), size):
-                yield taps.take(order[start : start + size])
-                left -= 1
-                if not left:
-                    return
+def _agree(error: Exception | None, said: object, where: Path) -> None:
+    """Raise `error`, this rank's own; or say that another rank met one, or sees something else: before a collective in which the others
+    would wait."""
+    told: list[Any] = [(None if error is None else str(error), said)]
+    if ranks()[1] > 1:
+        mine, told = told[0], [None] * ranks()[1]
+        dist.all_gather_object(told, mine)
+    if error is not None:
+        raise error
+    for rank, (what, _) in enumerate(told):
+        if what is not None:
+            raise SessionError(f"rank {rank} can't go on: {what}", where=str(where), do=f"see to rank {rank}; the others wait for it")
+    if any(other != said for _, other in told):
+        raise SessionError("the ranks do not see the same text and state of the fit", where=str(where),
+                           expected="the same traces and output folder on every host", do="put both on a file system that the hosts share")
 
 
 def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], out: Path | str, config: FitConfig | None = None, *,
@@ -105,15 +76,29 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
     config     `steps` is the length of the schedule; epochs follow from it and the size of `train`
     progress   called with (steps done, steps in all)
 
-    Raises ReleaseError (nothing written to `out`), ShapeError, ArtefactError (a damaged shard is named).
+    Under torch.distributed every rank is given the same, takes its share of the shards, and returns once rank 0 has written.
+
+    Raises ReleaseError (nothing written to `out`), ShapeError, ArtefactError (a damaged shard is named), SessionError (another rank met
+    an error, or sees other data).
     """
-    config, out = config or FitConfig(), Path(out)
-    if not held_out or any(not t.tokens for t in held_out.values()):
+    wanted, out = config or FitConfig(), Path(out)
+    if not held_out:
         raise ShapeError("no held-out tokens", where="fit", expected="at least one domain with tokens", do="keep some text back")
+    if not len(train) or not train.tokens:
+        raise ShapeError("no tokens to learn from", where="fit", expected="at least one shard with tokens", do="record some text first")
+    # No batch holds more tokens than there are.
+    config = replace(wanted, batch=max(1, min(wanted.batch, train.tokens // ranks()[1])))
     trainer = Trainer(gates, config, device)
+    state = _State(out / "fit-state", wanted, gates, train, held_out, runtime)
+    held_out = _judges(trainer, held_out)
     past_eps = gates[0].norm_eps if config.past else None
-    state = _State(out / "fit-state", config, gates, runtime)
-    epoch, best, stale_epochs, best_weights = state.load(trainer)
+    error, found = None, (0, -1.0, 0, {})
+    try:
+        found = state.load(trainer)
+    except MoEPrefetchError as e:
+        error = e
+    epoch, best, stale_epochs, best_weights = found
+    _agree(error, (state.identity, epoch, trainer.done), out)
     if not trainer.started:
         seen = 0
         for taps in batches(train, config.batch, 0, config.seed, past_eps):
@@ -143,13 +128,34 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
             stale_epochs += 1
         state.save(trainer, epoch, best, stale_epochs, best_weights)
     trainer.set_averages(best_weights)
-    return finish(trainer, held_out, out, force=force, runtime=runtime)
+    probe = None
+    try:
+        probe = finish(trainer, held_out, out, force=force, runtime=runtime)
+    except (MoEPrefetchError, OSError) as e:
+        error = e
+    _agree(error, None, out)
+    assert probe is not None
+    return probe
+
+
+def _judges(trainer: Trainer, held_out: Mapping[str, Taps]) -> dict[str, Taps]:
+    """The tokens of each domain whose values are all finite. Raises ShapeError where none is left: on nothing, no probe is worse."""
+    out = {}
+    for domain, taps in held_out.items():
+        trainer.check(taps)
+        bad_T = torch.stack([~t.isfinite().all(-1).all(0) for t in trainer.read(taps)]).any(0)
+        out[domain] = taps.take((~bad_T).nonzero().flatten()) if bad_T.any() else taps
+        if not out[domain].tokens:
+            raise ShapeError("no held-out tokens", where=domain, expected="tokens whose values are finite", do="keep some text back")
+        if bad_T.any():
+            log.warning("%s: %d of %d held-out tokens are left out: values are not finite", domain, int(bad_T.sum()), len(bad_T))
+    return out
 
 
 def finish(trainer: Trainer, held_out: Mapping[str, Taps], out: Path, *, force: bool, runtime: Runtime = REAL) -> RoutingProbe:
-    """Calibrate, pass the release gate, write."""
+    """Calibrate, pass the release gate, write. Raises ShapeError when there is nothing to judge by."""
     probe = trainer.probe().to("cpu")
-    cpu = {k: t.map(torch.Tensor.cpu) for k, t in held_out.items()}
+    cpu = {k: t.map(torch.Tensor.cpu) for k, t in _judges(trainer, held_out).items()}
     every = Taps.join(list(cpu.values()))
     horizons = tuple(h.horizon for h in trainer.horizons)
     report = release(probe, cpu, horizons=horizons)
@@ -158,8 +164,9 @@ def finish(trainer: Trainer, held_out: Mapping[str, Taps], out: Path, *, force: 
                            expected="a recall above the unfitted gate on every domain",
                            do="train on text of that domain, or longer; `force` writes it all the same")
     calibrate(probe, every, horizons=horizons)
-    if _ranks()[0] == 0:
-        probe.save_pretrained(out, card=card(report, trainer), extra={"figures": report.rows, "fit": asdict(trainer.config)})
+    if ranks()[0] == 0:
+        text = card(report, trainer.config, trainer.done, trainer.tokens * ranks()[1])
+        probe.save_pretrained(out, card=text, extra={"figures": report.rows, "fit": asdict(trainer.config)})
         shutil.rmtree(out / "fit-state", ignore_errors=True)
     return probe
 
@@ -194,9 +201,9 @@ def release(probe: RoutingProbe, held_out: Mapping[str, Taps], *, horizons: Sequ
     return report
 
 
-def card(report: Report, trainer: Trainer) -> str:
-    c = trainer.config
-    lines = ["# Routing probe", "", f"Rank {c.rank} ({c.linear} linear), {trainer.done} steps of {c.batch} tokens.", "",
+def card(report: Report, config: FitConfig, steps: int, tokens: int) -> str:
+    """`tokens` of all `steps` and ranks together."""
+    lines = ["# Routing probe", "", f"Rank {config.rank} ({config.linear} linear), {steps} steps of {tokens // max(1, steps)} tokens.", "",
              "| held-out domain | horizon | recall@k | stale gate | tokens | layers below the stale gate |", "|---|---|---|---|---|---|"]
     for r in report.rows:
         lines.append(f"| {r['domain']} | h{r['horizon']} | {r['recall_at_k']:.4f} | {r['stale_recall_at_k']:.4f} | {r['tokens']} "
@@ -280,7 +287,7 @@ class OnlineFit:
 
     def finish(self, out: Path | str, *, force: bool = False) -> RoutingProbe:
         """Raises ShapeError when too little was seen, ReleaseError as `fit` does."""
-        if not self.trainer.started or self.held.taps is None:
+        if not self.trainer.started or self.held.taps is None or not self.held.taps.tokens:
             raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few", where="OnlineFit",
                              expected=f"more than {self.moment_tokens} tokens, and {self.held_out_every} passes, one of which is kept back",
                              do="let the model run longer")
@@ -290,18 +297,28 @@ class OnlineFit:
 class _State:
     """Resume: `epoch-N.safetensors` first, then `state.json` that names it and its hash; the one before goes last."""
 
-    def __init__(self, folder: Path, config: FitConfig, gates: Sequence[GateSpec], runtime: Runtime) -> None:
+    def __init__(self, folder: Path, config: FitConfig, gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps],
+                 runtime: Runtime) -> None:
         self.folder, self.runtime = folder, runtime
-        self.identity = {"config": {**asdict(config), "horizons": list(config.horizons)}, "gate_hash": gate_hash(gates)}
+        # As it will be read: JSON knows no tuples.
+        self.identity = json.loads(json.dumps({"config": asdict(config), "gate_hash": gate_hash(gates), "text": {
+            "train": train.identity, "held_out": {k: digest([t]) for k, t in held_out.items()}}}))
 
     def load(self, trainer: Trainer) -> tuple[int, float, int, dict[str, torch.Tensor]]:
         if not (self.folder / "state.json").exists():
             return 0, -1.0, 0, {}
         s = read_json(self.folder / "state.json")
-        if not isinstance(s, dict) or s.get("identity") != self.identity:
-            raise ArtefactError("an unfinished fit with other settings lies here", where=str(self.folder),
-                                expected="the same model and settings",
-                                do="finish it with its own settings, or choose another output folder")
+        old = s.get("identity") if isinstance(s, dict) else None
+        if not isinstance(old, dict):
+            raise ArtefactError("the fit's state is damaged", where=str(self.folder), do="delete the folder to start over")
+        if "text" not in old:
+            log.warning("%s does not say what text its fit has seen: going on as if it were this", self.folder)
+        wrong = [name for name, keys in (("settings", ("config", "gate_hash")), ("text", ("text",) * ("text" in old)))
+                 if any(old.get(k) != self.identity[k] for k in keys)]
+        if wrong:
+            raise ArtefactError(f"an unfinished fit with other {' and other '.join(wrong)} lies here", where=str(self.folder),
+                                expected="the same model, settings, traces and held-out text",
+                                do="finish it with its own, or choose another output folder")
         try:
             tensors = load_tensors(self.folder / s["file"], sha256=s["sha256"])
             best = {k[5:]: v for k, v in tensors.items() if k.startswith("best.")}
@@ -311,7 +328,7 @@ class _State:
             raise ArtefactError(f"the fit's state is damaged: {e}", where=str(self.folder), do="delete the folder to start over") from e
 
     def save(self, trainer: Trainer, epoch: int, best: float, stale_epochs: int, weights: dict[str, torch.Tensor]) -> None:
-        if _ranks()[0]:
+        if ranks()[0]:
             return
         name = f"epoch-{epoch}.safetensors"
         save_tensors(self.folder / name, {**trainer.state(), **{"best." + k: v for k, v in weights.items()}}, runtime=self.runtime)

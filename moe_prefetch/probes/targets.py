@@ -15,7 +15,9 @@ from .probe import HORIZONS, GateSpec, margins, residual_logits, scores
 
 @dataclass(frozen=True, slots=True)
 class FitConfig:
-    """rank: units of a target, one number or two (horizon 0; horizons 1 and 2, which share theirs), of which `linear` pass without the
+    """Raises ShapeError that names every setting that no fit can have.
+
+    rank: units of a target, one number or two (horizon 0; horizons 1 and 2, which share theirs), of which `linear` pass without the
     non-linearity (at most `experts` are of use). `past` gives horizon 0 the recent past as a second input (better, and twice its size
     and a longer start). lr is the peak after `warmup` steps, then a cosine to zero at `steps`. `tau` is the width of the boundary, in
     standard deviations of the router's logits. `ema` is the decay of the averaged weights that are judged and kept. `dropout` acts on the
@@ -44,11 +46,25 @@ class FitConfig:
         return self.rank if isinstance(self.rank, int) else self.rank[horizon > 0]
 
     def __post_init__(self) -> None:
-        ranks = [self.rank] if isinstance(self.rank, int) else self.rank
-        sizes = (*ranks, self.steps, self.batch)
-        if len(ranks) not in (1, 2) or not 0 <= self.linear <= min(ranks) or min(sizes) < 1 or not 0 <= self.dropout < 1:
-            raise ShapeError(f"rank {self.rank} with {self.linear} linear units, {self.steps} steps of {self.batch}", where="FitConfig",
-                             expected="0 <= linear <= rank, and positive sizes", do="correct the fit settings")
+        def whole(value: object, least: int) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+        def real(value: object, least: float, below: float = math.inf) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < below
+
+        units = self.rank if isinstance(self.rank, tuple | list) else (self.rank,)
+        sound = {"rank": len(units) in (1, 2) and all(whole(n, 1) for n in units), "steps": whole(self.steps, 1),
+                 "batch": whole(self.batch, 1), "lr": real(self.lr, 0) and self.lr > 0, "weight_decay": real(self.weight_decay, 0),
+                 "rank_weight": real(self.rank_weight, 0), "tau": real(self.tau, 0) and self.tau > 0, "ridge": real(self.ridge, 0),
+                 "dropout": real(self.dropout, 0, 1), "warmup": whole(self.warmup, 0), "ema": real(self.ema, 0, 1),
+                 "seed": whole(self.seed, 0), "whiten": isinstance(self.whiten, bool), "past": isinstance(self.past, bool),
+                 "horizons": isinstance(self.horizons, tuple | list) and len(self.horizons) > 0
+                 and list(self.horizons) == [h for h in HORIZONS if h in self.horizons]}
+        sound["linear"] = whole(self.linear, 0) and (not sound["rank"] or self.linear <= min(units))
+        if wrong := [f"{name} is {getattr(self, name)!r}" for name, good in sound.items() if not good]:
+            raise ShapeError("; ".join(wrong), where="FitConfig",
+                             expected="finite numbers: 0 <= linear <= rank; rank, steps, batch, lr, tau above 0; dropout and ema below 1; "
+                             f"horizons of {HORIZONS} in order; nothing below 0", do="correct the fit settings")
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """Traces of hidden states and router decisions: written in shards, read from three formats.
 
 Ours is a folder: `trace.json` (the manifest) and `shard-NNNNN.safetensors`. A shard is written whole, then the manifest that names it
-and its hash, each atomically; so an interruption at any moment costs the shard that was being filled, and a damaged shard is named.
+and its hash, each atomically; so an interruption at any moment costs the shard that was being filled, and a damaged shard is named. The
+manifest may hold `text_hash`, of the sequences recorded so far.
 
     residual, moe_input  bfloat16 [L, T, D]      ids    int16 [T, L, K]
     logits               float32 [L, T, E]       start  bool [T], True at a sequence's first token
@@ -11,7 +12,9 @@ expert ids (.npz with expert_ids [T, L, K] and seq_lens).
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from .collect import Step
 from .probe import GateSpec, gate_hash
 from .targets import Taps
 
+log = logging.getLogger(__name__)
+
 VERSION = 2
 MANIFEST = "trace.json"
 MAX_SHARD = 8 << 30
@@ -35,23 +40,41 @@ def _step_bytes(layers: int, experts: int, hidden: int, top_k: int) -> int:
     return layers * (2 * 2 * hidden + 4 * experts + 2 * top_k) + 1
 
 
+def hash_of_first(windows_NT: torch.Tensor) -> Callable[[int], str]:
+    """What `TraceWriter` takes as `text_hash`: the hash of the first n rows of token ids int64 [N, T]. Asked for growing n, it reads each
+    row once."""
+    found, read = hashlib.sha256(f"{windows_NT.shape[1]}:".encode()), 0
+
+    def first(n: int) -> str:
+        nonlocal found, read
+        if n < read:
+            found, read = hashlib.sha256(f"{windows_NT.shape[1]}:".encode()), 0
+        found.update(windows_NT[read:n].contiguous().numpy().tobytes())
+        read = n
+        return found.hexdigest()
+
+    return first
+
+
 class TraceWriter:
     """Appends to a trace folder; opening an existing one continues it.
 
     `position` counts the sequences that are safely stored: a caller that feeds a fixed list of texts skips that many. `full` turns True
-    when the next shard would exceed `cap_bytes`; from then on `add` drops. Raises ProbeMismatchError when the folder holds a trace of
-    another model, BudgetError when the cap can't hold one shard, ArtefactError when its manifest is damaged.
+    when the next shard would exceed `cap_bytes`; from then on `add` drops. `text_hash(n)` is a hash of the first n sequences of that list:
+    with it, a trace of another text is refused (one that does not say what its text was goes on with a warning). Raises
+    ProbeMismatchError when the folder holds a trace of another model, BudgetError when the cap can't hold one shard, ArtefactError when
+    its manifest is damaged or its text is another.
     """
 
     def __init__(self, folder: Path | str, gates: Sequence[GateSpec], *, cap_bytes: int = 1 << 30, shard_tokens: int = 2048,
-                 runtime: Runtime = REAL) -> None:
+                 text_hash: Callable[[int], str] | None = None, runtime: Runtime = REAL) -> None:
         self.folder, self.cap_bytes, self.shard_tokens, self.runtime = Path(folder), cap_bytes, shard_tokens, runtime
         first = gates[0]
         per_token = _step_bytes(len(gates), first.experts, first.hidden, first.top_k)
         if cap_bytes < per_token * shard_tokens:
             raise BudgetError(f"{cap_bytes} bytes are less than one shard", where=str(self.folder),
-                              expected=f"at least {per_token * shard_tokens} bytes for {shard_tokens} tokens",
-                              do="raise the cap or make shards smaller")
+                              expected=f"at least {per_token * shard_tokens} bytes ({-(-per_token * shard_tokens // 10**6)} MB) for "
+                              f"{shard_tokens} tokens", do="raise the cap")
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = {"format": "moe_prefetch.trace", "version": VERSION, "layers": len(gates), "experts": first.experts, "hidden": first.hidden,
                  "top_k": first.top_k, "gate_hash": gate_hash(gates), "position": 0, "shards": []}
@@ -60,8 +83,19 @@ class TraceWriter:
             if self.manifest["gate_hash"] != fresh["gate_hash"]:
                 raise ProbeMismatchError("the folder holds a trace of another model", where=str(self.folder), expected="this model's gates",
                                          do="choose another folder")
+            if self.position and text_hash is not None:
+                if "text_hash" not in self.manifest:
+                    log.warning("%s does not say what text it holds: going on as if its first %d sequences were this text's", self.folder,
+                                self.position)
+                    # What was never compared is not vouched for later.
+                    text_hash = None
+                elif self.manifest["text_hash"] != text_hash(self.position):
+                    raise ArtefactError("the folder holds a trace of another text", where=str(self.folder),
+                                        expected=f"the text it was begun with, for its first {self.position} sequences",
+                                        do="choose another folder, or give the same text again")
         else:
             self.manifest = fresh
+        self._text_hash = text_hash
         # A shard without an entry was cut off between its own write and the manifest's: it is written again.
         known = {s["file"] for s in self.manifest["shards"]}
         for path in self.folder.glob("shard-*.safetensors"):
@@ -106,6 +140,9 @@ class TraceWriter:
         save_tensors(self.folder / name, tensors, {"format": "moe_prefetch.trace"}, self.runtime)
         entry = {"file": name, "sha256": sha256_file(self.folder / name), "tokens": int(tensors["start"].shape[0]), "bytes": size}
         manifest = {**self.manifest, "shards": [*shards, entry], "position": self.position + int(tensors["start"].sum())}
+        manifest.pop("text_hash", None)
+        if self._text_hash is not None:
+            manifest["text_hash"] = self._text_hash(manifest["position"])
         write_json(self.folder / MANIFEST, manifest, self.runtime)
         self.manifest = manifest
 
@@ -120,7 +157,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                                 do="record it again")
         numbers = [m[k] for k in ("layers", "experts", "hidden", "top_k", "position")]
         numbers += [s[k] for s in m["shards"] for k in ("tokens", "bytes")]
-        names = [s[k] for s in m["shards"] for k in ("file", "sha256")] + [m["gate_hash"]]
+        names = [s[k] for s in m["shards"] for k in ("file", "sha256")] + [m["gate_hash"], m.get("text_hash", "")]
     except (KeyError, TypeError) as e:
         raise ArtefactError(f"the manifest lacks {e}", where=str(path), do="record the trace again") from e
     if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(isinstance(n, str) for n in names):
@@ -145,6 +182,10 @@ class Trace:
     @property
     def tokens(self) -> int:
         return sum(s["tokens"] for s in self.manifest["shards"])
+
+    @property
+    def identity(self) -> str:
+        return " ".join(s["sha256"] for s in self.manifest["shards"])
 
     def shard(self, index: int) -> Step:
         m, entry = self.manifest, self.manifest["shards"][index]

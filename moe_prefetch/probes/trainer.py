@@ -35,28 +35,42 @@ class Trainer:
         self.device, self.config = torch.device(device), config
         self.gates = [g.to(self.device) for g in gates]
         if len({_shape(g) for g in self.gates}) != 1:
-            raise ShapeError("MoE layers differ in shape or router kind", where="Trainer", do="fit groups of equal layers on their own")
+            raise ShapeError("MoE layers differ in shape or router kind, or there are none", where="Trainer",
+                             do="fit groups of equal layers on their own")
+        if min(config.horizons) >= len(gates):
+            raise ShapeError(f"horizons {config.horizons} reach beyond {len(gates)} layers", where="Trainer", do="fit horizon 0")
         self.horizons: list[Targets] = []
         for h in config.horizons:
             if h < len(gates):
                 trunk = self.horizons[-1] if h == 2 and self.horizons and self.horizons[-1].horizon == 1 else None
                 self.horizons.append(Targets(self.gates, h, config, self.device, trunk))
-        self.done, self.started = 0, False
+        self.done, self.tokens, self.started = 0, 0, False
         # Batches that were left out because a value was not finite.
         self.unsound = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def read(self, taps: Taps) -> list[torch.Tensor]:
+        """What targets look at. Traces without the residual tap hold NaN there, and no target that reads it."""
+        return [taps.moe_input_LTD, taps.logits_LTE] + [taps.residual_LTD] * any(h.horizon == 0 for h in self.horizons)
+
+    def check(self, taps: Taps) -> None:
+        """Raises ShapeError for taps of another model."""
+        g, n = self.gates[0], len(self.gates)
+        found, stream = [tuple(t.shape) for t in self.read(taps)], (n, taps.tokens, g.hidden)
+        if found != (want := [stream, (n, taps.tokens, g.experts), stream][: len(found)]):
+            raise ShapeError(f"taps (MoE input, logits, residual) of shape {found}", where="Trainer",
+                             expected=f"{want}, as this model's layers", do="record them from this model")
 
     def _sound(self, taps: Taps) -> tuple[Taps, torch.Tensor]:
         """The taps on this device, and 1; or zeros and 0 where a value is not finite: such a batch teaches nothing, and one NaN that got
         into a weight would stay for good. Decided on the device, without waiting for it."""
         taps = taps.map(lambda t: t.to(self.device))
-        # Traces without the residual tap hold NaN there, and no target that reads it.
-        read = [taps.moe_input_LTD, taps.logits_LTE] + [taps.residual_LTD] * any(h.horizon == 0 for h in self.horizons)
-        sound = torch.stack([t.isfinite().all() for t in read]).all()
+        sound = torch.stack([t.isfinite().all() for t in self.read(taps)]).all()
         self.unsound += ~sound
         return taps.map(lambda t: torch.where(sound, t, 0.0)), sound.float()
 
     def _inputs(self, taps: Taps) -> list[tuple[Targets, torch.Tensor, torch.Tensor]]:
         eps = self.gates[0].norm_eps
+        self.check(taps)
         taps = taps.map(lambda t: t.to(self.device))
         after = unit_rms(taps.moe_input_LTD, eps)
         before = unit_rms(taps.residual_LTD, eps)
@@ -130,7 +144,7 @@ class Trainer:
         if dist.is_available() and dist.is_initialized():
             torch._foreach_div_(grads, dist.get_world_size())
         self.optimiser.step()
-        self.done += 1
+        self.done, self.tokens = self.done + 1, self.tokens + taps.tokens
         decay = min(self.config.ema, self.done / (self.done + 10))
         average = [a[k] for a, h in zip(self.average, self.horizons) for k in h.params]
         torch._foreach_lerp_(average, [p.detach() for p in weights], 1 - decay)
@@ -179,8 +193,8 @@ class Trainer:
 
     # resume ----------------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """Tensors by name, and the step count as a tensor: ready for safetensors."""
-        out: dict[str, torch.Tensor] = {"done": torch.tensor([self.done])}
+        """Tensors by name, and the counts of steps and tokens as tensors: ready for safetensors."""
+        out: dict[str, torch.Tensor] = {"done": torch.tensor([self.done]), "tokens": torch.tensor([self.tokens])}
         for h, average in zip(self.horizons, self.average):
             head = f"h{h.horizon}."
             out |= {head + k: v.detach() for k, v in h.params.items()} | {head + "average." + k: v for k, v in average.items()}
@@ -212,6 +226,7 @@ class Trainer:
                 if saved:
                     self.optimiser.state[p] = {n: v.to(self.device) for n, v in saved.items()}
         self.done, self.started = int(state["done"][0]), True
+        self.tokens = int(state["tokens"][0]) if "tokens" in state else self.done * self.config.batch
         count_steps(self.optimiser, self.done)
 
 

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from typer.testing import CliRunner
 
-from moe_prefetch.errors import ArtefactError, ConfigError, ReleaseError, ShapeError
-from moe_prefetch.probes import RoutingProbe, metrics
+from moe_prefetch import cli
+from moe_prefetch.errors import ArtefactError, ConfigError, ReleaseError, SessionError, ShapeError
+from moe_prefetch.integrations import transformers
+from moe_prefetch.probes import RoutingProbe, jobs, metrics
+from moe_prefetch.probes.batches import Memory, batches
 from moe_prefetch.probes.calibrate import calibrate, fit_temperature, margin_and_truth, reliability_plot
 from moe_prefetch.probes.collect import Step
-from moe_prefetch.probes.fit import Memory, OnlineFit, fit, release
+from moe_prefetch.probes.fit import OnlineFit, fit, release
 from moe_prefetch.probes.probe import HORIZONS, Residual, normalise
 from moe_prefetch.probes.targets import FitConfig, Taps
+from moe_prefetch.probes.traces import TraceWriter
 from moe_prefetch.probes.trainer import Trainer
 from moe_prefetch.runtime import Runtime
 from tests.probes.synthetic import D, E, K, L, gates, step
+from tests.tiny import tiny
 
 CONFIG = FitConfig(rank=24, linear=12, steps=120, batch=256, lr=1e-2, ema=0.9, warmup=5)
 
@@ -249,6 +257,79 @@ def test_state_of_other_settings_or_damaged_is_refused(tmp_path: Path) -> None:
         fit(specs, source(specs), held, tmp_path, config)
 
 
+def stopped(specs: list, train: Memory, held: dict, out: Path, config: FitConfig) -> None:
+    def kill(done: int, total: int) -> None:
+        if done == 25:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(specs, train, held, out, config, progress=kill)
+
+
+def test_a_fit_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
+    """Or tokens that it has learnt from could be those it is judged on."""
+    specs = gates()
+    held, config = {"a": step(specs, 300, 2).taps}, replace(CONFIG, rank=(16, 12), linear=8, steps=30)
+    stopped(specs, source(specs), held, tmp_path, config)
+    others = [(Memory([*source(specs).steps, step(specs, 64, 50)]), held), (source(specs), {"a": step(specs, 300, 3).taps}),
+              (source(specs), {"b": held["a"]}), (Memory([step(specs, 300, 2), *source(specs, 2).steps]), held)]
+    for train, judges in others:
+        with pytest.raises(ArtefactError, match="other text"):
+            fit(specs, train, judges, tmp_path, config)
+    seen: list[int] = []
+    fit(specs, source(specs), held, tmp_path, config, progress=lambda done, total: seen.append(done))
+    assert seen[0] > 1, "it began anew: a rank of two numbers is no other rank"
+
+
+def test_a_state_that_does_not_name_its_text_goes_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    specs, seen = gates(), []
+    held, config = {"a": step(specs, 300, 2).taps}, replace(CONFIG, steps=30)
+    stopped(specs, source(specs), held, tmp_path, config)
+    file = tmp_path / "fit-state" / "state.json"
+    state = json.loads(file.read_text())
+    del state["identity"]["text"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ArtefactError, match="other settings"):
+        fit(specs, source(specs), held, tmp_path, replace(config, lr=1e-4))
+    fit(specs, source(specs), held, tmp_path, config, progress=lambda done, total: seen.append(done))
+    assert seen[0] > 1 and "does not say what text" in caplog.text
+
+
+# what a batch is ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("size", "shards"), [(4096, (2048,) * 5), (1500, (2048,) * 5), (700, (512, 100, 1, 300)), (64, (1000,)),
+                                              (9, (0, 20))])
+def test_batches_are_of_the_size_that_was_asked_for(size: int, shards: tuple[int, ...]) -> None:
+    """Whatever the shards: cut across them, each token at most once an epoch, and all of them but the last rest."""
+    specs = gates()
+    data = Memory([step(specs, n, i) for i, n in enumerate(shards)])
+    number = iter(range(sum(shards)))
+    for s in data.steps:
+        s.taps.logits_LTE[0, :, 0] = torch.tensor([next(number) for _ in range(s.taps.tokens)])
+    got = list(batches(data, size, 0, 0))
+    assert [t.tokens for t in got] == [size] * (sum(shards) // size)
+    seen = torch.cat([t.logits_LTE[0, :, 0] for t in got])
+    assert len(seen.unique()) == len(seen)
+    again = torch.cat([t.logits_LTE[0, :, 0] for t in batches(data, size, 1, 0)])
+    assert not torch.equal(seen, again)
+
+
+def test_fewer_tokens_than_a_batch_are_one_batch_and_the_card_says_so(tmp_path: Path) -> None:
+    specs = gates()
+    held = {"a": step(specs, 300, 2).taps}
+    fit(specs, Memory([step(specs, 130, 1), step(specs, 70, 2)]), held, tmp_path, replace(CONFIG, steps=4, batch=4096), force=True)
+    assert "4 steps of 200 tokens" in (tmp_path / "README.md").read_text()
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=4, batch=1500), force=True)
+    assert "4 steps of 1500 tokens" in (tmp_path / "README.md").read_text()
+
+
+def test_the_cards_count_survives_a_resume(tmp_path: Path) -> None:
+    specs, held = gates(), {"a": step(gates(), 300, 2).taps}
+    config = replace(CONFIG, steps=30)
+    stopped(specs, source(specs), held, tmp_path, config)
+    fit(specs, source(specs), held, tmp_path, config)
+    assert f"30 steps of {config.batch} tokens" in (tmp_path / "README.md").read_text()
+
+
 # the release gate ---------------------------------------------------------------------------------------------------------
 def test_a_probe_below_the_stale_gate_on_any_domain_is_refused(tmp_path: Path) -> None:
     specs = gates()
@@ -392,16 +473,108 @@ def _worker(rank: int, world: int, folder: str) -> None:
     trainer_held = {"a": step(specs, 300, 2).taps}
     probe = fit(specs, data, trainer_held, Path(folder) / "out", replace(CONFIG, steps=30, batch=128))
     torch.save([r.up_LER for r in probe.residuals], f"{folder}/rank{rank}.pt")
+    assert jobs._fewest(5 - rank) == 5 - (world - 1)
+    # Ranks that see other text would make another number of steps and wait for ever.
+    with pytest.raises(SessionError, match="do not see the same"):
+        fit(specs, Memory(data.steps[rank:]), trainer_held, Path(folder) / "other", CONFIG)
+    # One that can't go on tells the others.
+    with pytest.raises(ArtefactError if rank else SessionError, match="damaged"):
+        fit(specs, data, trainer_held, Path(folder) / f"bad{rank}", CONFIG)
     dist.destroy_process_group()
+    _command(rank, world, Path(folder))
+
+
+def _command(rank: int, world: int, folder: Path) -> None:
+    """`fit` as torchrun starts it, with a first rank that takes its time to write: the others must not look for what is not there, nor
+    end before it is (torchrun ends all of them with the first that fails)."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    starts = dist.init_process_group
+    dist.init_process_group = lambda backend: starts(backend, init_method=f"file://{folder}/again", rank=rank, world_size=world)
+    model, writes = tiny("qwen3_moe"), RoutingProbe.save_pretrained
+    jobs.load_model = lambda name: (model, None)
+    jobs.FitConfig = lambda **kw: FitConfig(rank=4, linear=2, steps=4, batch=256, **kw)
+
+    def slowly(*args: object, **kw: object) -> None:
+        time.sleep(0.5)
+        writes(*args, **kw)
+
+    RoutingProbe.save_pretrained = slowly
+    said = CliRunner().invoke(cli.app, ["fit", "--trace", f"{folder}/t", "--out", f"{folder}/made", "--force"])
+    (folder / f"said{rank}").write_text(f"{said.exit_code} {said.output}")
+    assert (folder / "made" / "README.md").exists()
 
 
 def test_two_ranks_hold_the_same_weights_and_write_once(tmp_path: Path) -> None:
+    writer, model = TraceWriter(tmp_path / "t", transformers.gates(tiny("qwen3_moe")), shard_tokens=256), tiny("qwen3_moe")
+    jobs.record(model, torch.randint(2, 90, (6, 256)), writer.add)
+    (tmp_path / "bad1" / "fit-state").mkdir(parents=True)
+    (tmp_path / "bad1" / "fit-state" / "state.json").write_text("[]")
     mp.start_processes(_worker, (2, str(tmp_path)), nprocs=2, start_method="spawn")
+    first, other = ((tmp_path / f"said{r}").read_text() for r in range(2))
+    assert first.startswith("0 ") and "4 steps of 320 tokens" in first, first
+    assert other.startswith("0 ") and "# Routing probe" not in other and "fitting" not in other, other
     a, b = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a, b))
     specs = gates()
     held = step(specs, 1000, 3).taps
     assert sum(recalls(RoutingProbe.from_pretrained(tmp_path / "out", specs), held)) > sum(recalls(RoutingProbe(specs), held)) + 0.05
+
+
+@pytest.mark.parametrize("kw", [
+    {"lr": float("nan")}, {"lr": float("inf")}, {"lr": 0.0}, {"lr": -1e-3}, {"lr": "1e-3"}, {"tau": 0.0}, {"tau": float("nan")},
+    {"ridge": -1.0}, {"ridge": float("inf")}, {"ema": 1.0}, {"ema": -0.1}, {"ema": float("nan")}, {"weight_decay": float("nan")},
+    {"rank_weight": -1.0},
+    {"warmup": -1}, {"warmup": 1.5}, {"horizons": ()}, {"horizons": (3,)}, {"horizons": (2, 1)}, {"horizons": (0, 0)}, {"horizons": 1},
+    {"steps": 0}, {"steps": 10.0}, {"batch": True}, {"seed": -1}, {"rank": (8, 8, 8)}, {"rank": 0}, {"rank": 8.0}, {"linear": -1},
+    {"linear": 65}, {"dropout": 1.0}, {"past": 1}, {"whiten": None}], ids=str)
+def test_settings_that_no_fit_can_have_are_named(kw: dict) -> None:
+    with pytest.raises(ShapeError, match=f"{next(iter(kw))} is"):
+        FitConfig(**kw)
+
+
+def test_taps_of_another_model_and_none_at_all_are_refused_before_any_work(tmp_path: Path) -> None:
+    specs, other = gates(), [replace(g, weight_ED=g.weight_ED[:, : D // 2], norm_D=g.norm_D[: D // 2]) for g in gates()]
+    held = {"a": step(specs, 50, 2).taps}
+    nothing = Taps(*(t[:, :0] for t in (held["a"].residual_LTD, held["a"].moe_input_LTD, held["a"].logits_LTE)))
+    for wrong in (other, specs[:3], [replace(g, weight_ED=g.weight_ED[: E // 2]) for g in specs]):
+        with pytest.raises(ShapeError, match="taps"):
+            fit(wrong, source(specs), held, tmp_path / "p", CONFIG)
+    narrow = [Step(s.taps.map(lambda t: t[..., :7]), s.ids_TLK, s.start_T) for s in source(specs).steps]
+    with pytest.raises(ShapeError, match="taps"):
+        fit(specs, Memory(narrow), held, tmp_path / "p", CONFIG)
+    for empty in (Memory([]), Memory([Step(nothing, torch.zeros(0, L, K), torch.zeros(0, dtype=torch.bool))])):
+        with pytest.raises(ShapeError, match="no tokens to learn from"):
+            fit(specs, empty, held, tmp_path / "p", CONFIG)
+    with pytest.raises(ShapeError, match="no held-out tokens"):
+        fit(specs, source(specs), {**held, "b": nothing}, tmp_path / "p", CONFIG)
+    with pytest.raises(ShapeError, match="none"):
+        fit([], source(specs), held, tmp_path / "p", CONFIG)
+    with pytest.raises(ShapeError, match="reach beyond"):
+        Trainer(specs[:1], replace(CONFIG, horizons=(1, 2)))
+    assert not (tmp_path / "p").exists()
+
+
+def test_held_out_tokens_that_are_not_finite_judge_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    specs, good = gates(), step(gates(), 300, 2).taps
+    bad = step(specs, 300, 2).taps
+    bad.moe_input_LTD[1, :40, 3] = float("nan")
+    bad.logits_LTE[0, 299] = float("inf")
+    fit(specs, source(specs), {"a": bad}, tmp_path / "p", replace(CONFIG, steps=20))
+    assert "| 259 |" in (tmp_path / "p" / "README.md").read_text() and "41 of 300" in caplog.text
+    fit(specs, source(specs), {"a": good.take(torch.arange(40, 299))}, tmp_path / "q", replace(CONFIG, steps=20))
+    assert (tmp_path / "p" / "README.md").read_text() == (tmp_path / "q" / "README.md").read_text()
+    bad.logits_LTE[3, :, 0] = float("nan")
+    with pytest.raises(ShapeError, match="no held-out tokens"):
+        fit(specs, source(specs), {"good": good, "bad": bad}, tmp_path / "r", CONFIG)
+    # A probe without a horizon 0 is not judged by the tap that it does not read.
+    good.residual_LTD[:] = float("nan")
+    fit(specs, source(specs), {"a": good}, tmp_path / "s", replace(CONFIG, steps=4, horizons=(1, 2)), force=True)
+    online = OnlineFit(specs, replace(CONFIG, batch=64), moment_tokens=64, held_out_every=2)
+    for i in range(6):
+        s = step(specs, 64, i)
+        online._take(s if i % 2 == 0 else Step(s.taps.slice(0, 0), s.ids_TLK[:0], s.start_T[:0]))
+    with pytest.raises(ShapeError, match="too few"):
+        online.finish(tmp_path / "t")
 
 
 def test_bad_settings_are_refused() -> None:

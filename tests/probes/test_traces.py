@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from moe_prefetch.errors import ArtefactError, BudgetError, ProbeMismatchError, SessionError
+from moe_prefetch.probes.batches import Memory
 from moe_prefetch.probes.collect import Collector, Step, recent_past
-from moe_prefetch.probes.fit import Memory, fit
+from moe_prefetch.probes.fit import fit
 from moe_prefetch.probes.probe import normalise, select
 from moe_prefetch.probes.targets import FitConfig
 from moe_prefetch.probes.traces import Trace, TraceWriter, read_ids, read_megatron

@@ -11,8 +11,9 @@ from megatron.core.transformer.module import Float16Module
 from moe_prefetch.integrations import megatron, megatron_cpu, smolmoe, transformers
 from moe_prefetch.integrations.megatron_fit import ProbeFit
 from moe_prefetch.integrations.megatron_smolmoe import convert
+from moe_prefetch.probes.batches import Memory
 from moe_prefetch.probes.collect import Collector, Step
-from moe_prefetch.probes.fit import Memory, fit
+from moe_prefetch.probes.fit import fit
 from moe_prefetch.probes.jobs import builtin_texts, text_windows
 from moe_prefetch.probes.probe import gate_hash
 from moe_prefetch.probes.trainer import FitConfig, Taps
