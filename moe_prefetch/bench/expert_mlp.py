@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from ..kernels.expert_mlp import fused, grouped
 from ..kernels.expert_mlp.naive import gated, moe_records, weights_of
-from ..kernels.expert_mlp.record import LINE, Form
+from ..kernels.expert_mlp.record import LINE, Form, tiled_bytes
 from .kv_attend import relative, set_constants, stamp_of, timed
 from .rows import add_rows, check_rows, choice
 
@@ -50,6 +50,7 @@ MODELS = {
     "mixtral-8x7b": Model(Form("bfloat16", 4096, 14336), 8, 2),
     "gpt-oss-120b": Model(Form("mxfp4", 2880, 2880, "bfloat16"), 128, 4, limit=7.0),
     "qwen3-30b-a3b-fp8": Model(Form("fp8", 2048, 768, "", "bfloat16", 128), 128, 8),
+    "deepseek-v3-fp8": Model(Form("fp8", 7168, 2048, "", "float32", 128), 256, 8),
 }
 
 
@@ -64,11 +65,14 @@ def random_block(form: Form, experts: int, device: torch.device | str) -> torch.
             if v.dtype == torch.uint8:
                 v.copy_(torch.randint(118, 123, v.shape, dtype=torch.uint8) if name.endswith("scale") else
                         torch.randint(0, 256, v.shape, dtype=torch.uint8, device=device))
+            elif v.dtype == torch.float8_e4m3fn:
+                rows, columns = v.shape[1], form.hidden if name == "gate_up" else form.width
+                codes = (torch.randn(rows, columns, device=device) * 4).to(v.dtype).view(torch.uint8)
+                v.view(torch.uint8).copy_(tiled_bytes(codes))
             elif name.endswith("scale"):
                 v.copy_(torch.rand(v.shape, device=device) * 0.01)
             else:
-                size = 4.0 if v.dtype == torch.float8_e4m3fn else v.shape[-1] ** -0.5
-                v.copy_((torch.randn(v.shape, device=device) * size).to(v.dtype))
+                v.copy_((torch.randn(v.shape, device=device) * v.shape[-1] ** -0.5).to(v.dtype))
     return block_EB
 
 

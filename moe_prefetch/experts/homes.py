@@ -11,7 +11,7 @@ import torch
 from ..distributed.groups import DEADLINE
 from ..distributed.symmetric import SymmetricMemory
 from ..errors import ShapeError, UnsupportedModelError
-from ..kernels.expert_mlp.record import LINE, MX_SCALE_MAX, MX_SCALES, Piece, RecordLayout, pieces
+from ..kernels.expert_mlp.record import CODES, LINE, MX_SCALE_MAX, MX_SCALES, Piece, RecordLayout, pieces
 from ..runtime import Runtime
 from .store import ExpertSource
 
@@ -177,7 +177,7 @@ class MemoryStore:
                     if RecordLayout.of(parts) != self.layout:
                         raise UnsupportedModelError("experts differ in shape or dtype", where=f"layer {layer}, expert {expert}",
                                                     expected="one layout for all", do="leave this model's experts where they are")
-                    self._check_scales(parts, f"layer {layer}, expert {expert}")
+                    self._check_numbers(parts, f"layer {layer}, expert {expert}")
                     self.layout.pack(parts, self._slot(layer, expert), stamp=(weights, layer, self._first + expert))
                     if progress:
                         progress(layer * source.num_experts + expert + 1, self.num_layers * source.num_experts)
@@ -189,7 +189,12 @@ class MemoryStore:
             raise
         self.num_experts = source.num_experts * (len(self.blocks[0].bases) if self.blocks else 1)
 
-    def _check_scales(self, parts: Mapping[str, Piece], where: str) -> None:
+    def _check_numbers(self, parts: Mapping[str, Piece], where: str) -> None:
+        """What kernels would read as another number."""
+        nan = lambda t: int((t.detach().view(torch.uint8) & 127).max()) == 127  # noqa: E731
+        if self.form.weights == "fp8" and any(nan(t) for n in CODES for t in pieces(parts[n])):
+            raise UnsupportedModelError("an FP8 weight that is NaN", where=where, expected="numbers",
+                                        do="look for the fault in the checkpoint: the kernels read it as 480")
         if self.form.weights == "mxfp4" and any(int(t.max()) > MX_SCALE_MAX for n in MX_SCALES for t in pieces(parts[n])):
             raise UnsupportedModelError("an MXFP4 scale above 2", where=where, expected=f"E8M0 bytes up to {MX_SCALE_MAX}",
                                         do="use bf16 weights: the kernels' factors end there")

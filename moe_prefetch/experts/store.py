@@ -1,6 +1,6 @@
 """Experts at home: one contiguous aligned record per expert (all its parts), in memory or in a file.
 
-Record file, version 3: a folder with `manifest.json` (geometry, digests) and `records-<16 hex digits>.bin`, record (layer, expert) at
+Record file, version 4: a folder with `manifest.json` (geometry, digests) and `records-<16 hex digits>.bin`, record (layer, expert) at
 (layer * num_experts + expert) * record_bytes, each as `kernels/expert_mlp/record.py` has it. The manifest is written last and names the
 file, so an interrupted build leaves the old pair or none.
 """
@@ -25,7 +25,7 @@ from ..runtime import ALIGN, Runtime
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 3, "manifest.json"
+FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 4, "manifest.json"
 REBUILD = "delete the folder; it is rebuilt from the model at the next attach"
 # While a session is attached its records are the only copy of the experts.
 KEEP = ("keep the file: it alone has the experts' weights now. Mend the drive and detach again; if the record stays as it is, load the "

@@ -43,7 +43,8 @@ def test_ids_are_drawn_without_repetition_and_shared_records_are_everyone_s() ->
 
 def test_bytes_of_an_expert() -> None:
     """3 x hidden x width weights, at 2 bytes, or at 4.25 bits; megabytes as published."""
-    want = {"qwen3-30b-a3b": 9.44, "deepseek-v2-lite": 17.3, "mixtral-8x7b": 352.3, "gpt-oss-120b": 13.2, "qwen3-30b-a3b-fp8": 4.72}
+    want = {"qwen3-30b-a3b": 9.44, "deepseek-v2-lite": 17.3, "mixtral-8x7b": 352.3, "gpt-oss-120b": 13.2, "qwen3-30b-a3b-fp8": 4.72,
+            "deepseek-v3-fp8": 44.05}
     for name, model in job.MODELS.items():
         assert model.form.bytes_read / 1e6 == pytest.approx(want[name], rel=0.01), name
 

@@ -19,8 +19,10 @@ CLASSES = {"mixtral": MixtralExperts, "qwen2": Qwen2MoeExperts, "qwen3": Qwen3Mo
 
 
 def random_bits(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Any bit pattern, NaNs and denormals among them."""
+    """Any bit pattern, NaNs and denormals among them; of E4M3 none of the two NaNs, which stores refuse."""
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    if dtype == torch.float8_e4m3fn:
+        raw -= (raw & 127 == 127).to(torch.uint8)
     return raw.view(dtype)
 
 

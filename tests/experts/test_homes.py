@@ -17,7 +17,7 @@ from moe_prefetch.experts.homes import Block, HostHome, LocalHome, MemoryStore, 
 from moe_prefetch.experts.sources import CheckpointSource, ModuleSource
 from moe_prefetch.experts.store import DiskStore
 from moe_prefetch.kernels.expert_mlp.op import expert_mlp
-from moe_prefetch.kernels.expert_mlp.record import LINE, PAGE, Form, RecordLayout, pieces
+from moe_prefetch.kernels.expert_mlp.record import CODES, LINE, PAGE, Form, RecordLayout, pieces, plain_bytes, tiled_bytes
 from moe_prefetch.runtime import REAL, Runtime
 from tests.experts.layouts import CLASSES, D, E, F, checkpoint_of, module_of
 
@@ -76,7 +76,9 @@ def test_modules_become_records_and_come_back(kind):
             parts = reference.tensors(layer, e)
             assert views.keys() == parts.keys()
             for name, want in parts.items():
-                assert bits(views[name]) == b"".join(bits(t) for t in pieces(want)), (layer, e, name)
+                tiled = kind.startswith("fp8") and name in CODES
+                got = plain_bytes(views[name], D if name == "gate_up" else F) if tiled else views[name]
+                assert bits(got) == b"".join(bits(t) for t in pieces(want)), (layer, e, name)
     home.check()
     store.close()
     assert state(modules) == before
@@ -351,6 +353,34 @@ def test_mxfp4_scales_beyond_the_kernels_factors_are_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="layer 0, expert 1"):
         MemoryStore(CheckpointSource(tmp_path), LocalHome("cpu", REAL), REAL)
+
+
+@pytest.mark.parametrize(("part", "byte"), [("up_proj", 0x7F), ("down_proj", 0xFF)])
+def test_fp8_weights_that_are_nan_are_refused(tmp_path, part, byte):
+    from safetensors.torch import save_file
+
+    tensors = checkpoint_of(tmp_path, "deepseek_fp8", layers=1)
+    tensors[f"model.layers.0.mlp.experts.1.{part}.weight"].view(torch.uint8)[3, 2] = byte
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="NaN") as e:
+        MemoryStore(CheckpointSource(tmp_path), LocalHome("cpu", REAL), REAL)
+    assert "layer 0, expert 1" in str(e.value)
+
+
+@pytest.mark.parametrize("columns", [16, 64, 80, 128, 144, 256])
+def test_fp8_codes_lie_in_tiles_and_come_back(columns):
+    """Every byte at every place. As `record.py` says it, one code after the other."""
+    plain = torch.arange(3 * columns, dtype=torch.int64).mul(97).add(columns).remainder(256).to(torch.uint8).view(3, columns)
+    plain[1] = plain[1].flip(0)
+    lying = tiled_bytes(plain)
+    assert lying.shape == (-(-columns // 128), 3, 128) and torch.equal(plain_bytes(lying, columns), plain)
+    words = lying.view(torch.int16).to(torch.int64) & 0xFFFF
+    for row in range(3):
+        for tile in range(len(lying)):
+            for j in range(64):
+                codes = [int(plain[row, c]) if (c := tile * 128 + half * 64 + j) < columns else 0 for half in (0, 1)]
+                word = int(words[tile, row, j])
+                assert (word >> 15 << 7 | word >> 4 & 127, (word >> 11 & 1) << 7 | (word >> 12 & 7) << 4 | word & 15) == tuple(codes)
 
 
 def damaged(folder: Path, change) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_prefetch.kernels.expert_mlp.record import LINE, Form, tiled_codes
+from moe_prefetch.kernels.expert_mlp.record import LINE, Form, tiled_bytes, tiled_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Odd sizes: rows and columns that no tile divides, one token's worth of everything.
@@ -41,12 +41,12 @@ def records(form: Form, experts: int, *, seed: int = 0, whole: bool = False, dev
         record = raw[at : at + layout.nbytes]
         record.zero_()
         for name, view in layout.views(record).items():
-            view.view(torch.uint8).copy_(_part(name, view, g, whole).view(torch.uint8))
+            view.view(torch.uint8).copy_(_part(form, name, view, g, whole).view(torch.uint8))
         out.append(record)
     return out
 
 
-def _part(name: str, view: torch.Tensor, g: torch.Generator, whole: bool) -> torch.Tensor:
+def _part(form: Form, name: str, view: torch.Tensor, g: torch.Generator, whole: bool) -> torch.Tensor:
     shape, dtype = view.shape, view.dtype
     if name.endswith("_scale"):
         if dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -60,9 +60,14 @@ def _part(name: str, view: torch.Tensor, g: torch.Generator, whole: bool) -> tor
         # Of whole numbers the codes 0, 2 and 4, with signs: 0, 1, 2.
         tiles, rows, _ = shape
         return tiled_codes(torch.tensor([0, 2, 4, 8, 10, 12], dtype=torch.uint8)[codes.long() % 6].view(rows, tiles * 4, 16) * 17)
+    if dtype == torch.float8_e4m3fn:
+        # The last tile's further columns are zero, as `pack` leaves them.
+        rows, columns = shape[1], form.hidden if name == "gate_up" else form.width
+        plain = torch.randint(-2, 3, (rows, columns), generator=g) if whole else torch.randn(rows, columns, generator=g) * 4
+        return tiled_bytes(plain.to(dtype).view(torch.uint8))
     if whole:
         return torch.randint(-2, 3, shape, generator=g).to(dtype)
-    width = 1.0 if name.endswith("bias") else 4.0 if dtype == torch.float8_e4m3fn else shape[-1] ** -0.5
+    width = 1.0 if name.endswith("bias") else shape[-1] ** -0.5
     return (torch.randn(shape, generator=g) * width).to(dtype)
 
 

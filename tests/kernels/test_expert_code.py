@@ -1,5 +1,5 @@
 """Machine code of the kernels over expert records for sm_90: no spills, weights copied 16 bytes at a time past L1, warpgroup products
-(a warp's own where mxfp4 meets 8 tokens)."""
+(a warp's own where mxfp4 and fp8 meet 8 tokens)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
 # Instructions a thread issues for each weight. A chip that reads 4.3 TB/s has time for 13.7 (bf16), 6.9 (fp8) and 3.4 (mxfp4).
-FEW = {"qwen3-30b-a3b": 2.6, "qwen3-30b-a3b-fp8": 6.4, "deepseek-v2-lite": 2.6, "mixtral-8x7b": 2.6, "gpt-oss-120b": 3.2}
+FEW = {"qwen3-30b-a3b": 2.6, "qwen3-30b-a3b-fp8": 3.6, "deepseek-v2-lite": 2.6, "mixtral-8x7b": 2.6, "gpt-oss-120b": 3.2}
 TOKENS = (1, 64, 256, 4096)
 
 
@@ -27,7 +27,7 @@ def facts(*names: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("names", [["qwen3-30b-a3b_t1", "gpt-oss-120b_t64", "qwen3-30b-a3b-fp8_t4096"],
+@pytest.mark.parametrize("names", [["qwen3-30b-a3b_t1", "gpt-oss-120b_t64", "qwen3-30b-a3b-fp8_t1", "qwen3-30b-a3b-fp8_t4096"],
                                    pytest.param([f"{m}_t{t}" for m in FEW for t in TOKENS], marks=pytest.mark.nightly)])
 def test_within_budget(names: list[str]) -> None:
     found = facts(*names)
@@ -40,9 +40,10 @@ def test_within_budget(names: list[str]) -> None:
             continue
         assert fact["mma"] >= 8 and fact["other"] == 0, fact
         model, tokens = str(fact["name"]).rsplit("_t", 1)
-        assert (fact["warp"] > 0) == (model == "gpt-oss-120b" and int(tokens) <= 64), fact
-        # Of mxfp4 the scales, and hidden states of few tokens, are smaller than 16 bytes a thread.
+        few = (model == "gpt-oss-120b" and int(tokens) <= 64) or (model == "qwen3-30b-a3b-fp8" and int(tokens) <= 8)
+        assert (fact["warp"] > 0) == few, fact
+        # Of mxfp4 the scales, and hidden states of 8 tokens, are smaller than 16 bytes a thread.
         assert fact["copies"] >= fact["weight_copies"] > 0, "every copy of weights is 16 bytes, past L1"
-        assert model == "gpt-oss-120b" or fact["copies"] == fact["copies_all"], fact
+        assert model == "gpt-oss-120b" or few or fact["copies"] == fact["copies_all"], fact
         if int(tokens) <= 64:
             assert fact["per_weight"] <= FEW[model], fact

@@ -15,8 +15,9 @@ from moe_prefetch.errors import ShapeError
 from moe_prefetch.kernels.expert_mlp import fused, fused_elements, grouped
 from moe_prefetch.kernels.expert_mlp.naive import E2M1, gated, moe_records, weights_of
 from moe_prefetch.kernels.expert_mlp.op import _expert_mlp, expert_mlp, with_shared
-from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout, tiled_codes
+from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout, plain_bytes, tiled_bytes, tiled_codes
 
+from . import ptx_words
 from .expert_cases import DEVICE, FORMS, dtype_of, hidden, records, routing, table
 
 # Rounding of hidden states between the products, and of the result: a few units of half the type's last place.
@@ -96,11 +97,12 @@ def test_fp8_blocks_of_gate_and_up_are_counted_apart():
     form = FORMS["fp8"]
     (record,) = records(form, 1, device="cpu")
     v = form.layout().views(record)
+    plain = plain_bytes(v["gate_up"], 96).view(torch.float8_e4m3fn)
     w = weights_of(record, form, torch.float64)["gate_up"]
     for row in (0, 31, 32, 79, 80, 111, 112, 159):
         block = row // 32 if row < 80 else 3 + (row - 80) // 32
         for column in (0, 31, 32, 95):
-            assert float(w[row, column]) == float(v["gate_up"][row, column].float()) * float(v["gate_up_scale"][block, column // 32])
+            assert float(w[row, column]) == float(plain[row, column].float()) * float(v["gate_up_scale"][block, column // 32])
 
 
 def test_a_token_alone_and_among_others_is_the_same_by_law():
@@ -444,6 +446,49 @@ def test_the_assembly_that_decodes_mxfp4_is_what_the_interpreter_does():
                         got = torch.tensor([regs["$0"] >> (16 * lane) & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
                         want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126 * f.double()).to(torch.bfloat16)
                         assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (group, row, i, lane, factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_assembly_that_decodes_fp8_gives_every_code_exactly(dtype):
+    """All 254 numbers in both halves of a tile and of a word, beside any neighbour."""
+    source = inspect.getsource(fused_elements.e4m3.fn)
+    bodies = [m[0] or m[1] for m in re.findall(r'inline_asm_elementwise\(\s*(?:"""(\{.*?\})"""|"(\{.*?\})")', source, re.S)]
+    assert len(bodies) == 4, "the assembly is where this test looks for it"
+    number = torch.tensor([b for b in range(256) if b & 127 != 127], dtype=torch.uint8)
+    plain = torch.stack([number.roll(i) for i in range(128)], 1)
+    words = tiled_bytes(plain).view(torch.int32)[0]
+    for half in (0, 1):
+        got = ptx_words.run(bodies[half + 2 * (dtype == torch.float16)], words).view(dtype)
+        want = plain[:, 64 * half : 64 * half + 64].view(torch.float8_e4m3fn).to(dtype)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def test_every_fp8_code_in_every_column():
+    """Through the kernel: one-hot tokens read columns of `gate_up` back, through a `down` that is the identity."""
+    form = Form("fp8", 144, 128, "", "float32", 128)
+    (record,) = records(form, 1)
+    v = form.layout().views(record)
+    number = torch.tensor([b for b in range(256) if b & 127 != 127], dtype=torch.uint8)
+    up = number[(torch.arange(128)[:, None] * 2 + torch.arange(144)) % 254]
+    gate = torch.full((128, 144), 12.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    v["gate_up"].view(torch.uint8).copy_(tiled_bytes(torch.cat([gate, up])))
+    v["down"].view(torch.uint8).copy_(tiled_bytes(torch.eye(144, 128).to(torch.float8_e4m3fn).view(torch.uint8)))
+    v["gate_up_scale"].fill_(1.0)
+    v["down_scale"].fill_(1.0)
+    columns = [0, 1, 63, 64, 65, 127, 128, 143]
+    x = torch.eye(144)[columns].to(torch.bfloat16).to(DEVICE)
+    ids, ones = torch.zeros(len(columns), 1, dtype=torch.int64, device=DEVICE), torch.ones(len(columns), 1, device=DEVICE)
+    got = run(form, x, ids, ones, [record]).float().cpu()[:, :128]
+    silu = 12 / (1 + torch.exp(torch.tensor(-12.0)))
+    want = (up.view(torch.float8_e4m3fn).float()[:, columns].T * silu).to(torch.bfloat16).float()
+    assert torch.allclose(got, want, rtol=1 / 128, atol=0.0) and bool((got != 0).eq(want != 0).all())
+
+
+def test_fp8_records_meet_fp16_hidden_states():
+    form = FORMS["fp8_bf16_scales"]
+    recs, x = records(form, 3), hidden(form, 5).to(torch.float16)
+    ids, weights = routing(5, 2, 3)
+    assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[torch.float16]
 
 
 def test_the_assembly_that_makes_factors():

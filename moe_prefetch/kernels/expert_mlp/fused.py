@@ -279,8 +279,8 @@ def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
     pairs = tokens * top_k / min(experts, max(1, tokens * top_k))
     most = 128 if form.weights not in ("fp8", "mxfp4") else 64  # decoding and its registers cost more than a second item
     if direct(tokens):
-        return max(8 if form.weights == "mxfp4" else 16, triton.next_power_of_2(tokens))  # a column each
-    if form.weights == "mxfp4" and pairs <= 3:
+        return max(8 if most == 64 else 16, triton.next_power_of_2(tokens))  # a column each
+    if most == 64 and pairs <= 3:
         return 8
     return min(most, 16 if pairs <= 8 else 32 if pairs <= 20 else 64 if pairs <= 40 else 128)
 
@@ -288,6 +288,11 @@ def width(form: Form, tokens: int, top_k: int, experts: int) -> int:
 def share(programs: int) -> float:
     """What share of a large chip's processors is busy, on average, when all programs take equally long."""
     return programs / (-(-programs // PROCESSORS) * PROCESSORS)
+
+
+def distinct(pairs: int, experts: int) -> float:
+    """How many experts that many pairs have, if they choose at random."""
+    return experts * (1 - (1 - 1 / experts) ** pairs)
 
 
 def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Tile:
@@ -304,7 +309,12 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
             return Tile(n, 32 if -(-all_rows // 64) * items < 3 * PROCESSORS else 64, 128, 2, 4)
         return Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
-        return Tile(n, 64 if n == 64 else 128, min(128, form.block), 8 if wide <= PROCESSORS else 4, 3, 4 if n == 64 else 1)
+        # Few programs and short sums are cut finer. A processor has room for 6 programs of 128 rows and 8 pairs, and for 4 with one more step
+        # in flight: better where fewer of them run in the last round.
+        rows = 64 if direct(tokens) and (share(wide) < 0.8 or columns <= 1024) else 128
+        rounds = [-(-distinct(tokens * top_k, experts) * all_rows // (rows * PROCESSORS * each)) for each in (4, 6)]
+        deep = n == 8 and rows == 128 and rounds[1] > 1 and 4 * rounds[0] < 6 * rounds[1]
+        return Tile(n, rows, min(128, form.block), 8 if n == 64 else 4, 4 if deep else 3, 4 if n == 64 else 1)
     # Every tile must take the same steps over columns that none divides: a product with zeros can round, too.
     if n <= 32:
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few

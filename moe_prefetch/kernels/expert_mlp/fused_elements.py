@@ -97,28 +97,44 @@ def numbers(address, AT: tl.constexpr, index, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def low(x, TYPE: tl.constexpr):
-    """The first of two 16-bit numbers in each word."""
-    return (x & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+def e4m3(x, HALF: tl.constexpr, TYPE: tl.constexpr):
+    """The codes of half a tile's columns in words of 16 bits, in the type of hidden states, exact (the interpreter: FP32).
 
-
-@triton.jit
-def high(x, TYPE: tl.constexpr):
-    """The second."""
-    return (x >> 16).to(tl.int16).to(TYPE, bitcast=True)
-
-
-@triton.jit
-def e4m3(x, TYPE: tl.constexpr):
-    """E4M3 bytes in the type of hidden states, exact (the interpreter: FP32). To BF16 by way of FP32: FP16 to BF16 is an eighth as fast."""
+    Two words are a register, in which `record.py` has put the bits of each code where BF16 has its sign, lowest exponent bits and highest
+    mantissa bits, or four places off: it is then its value times 2^-120, denormal included, and a product with 2^120 is exact. A NaN would
+    be 480: stores refuse it.
+    """
     if ASM:
-        y = x.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         if TYPE == tl.bfloat16:
-            y = y.to(tl.float32).to(TYPE)
+            if HALF == 0:
+                y = tl.inline_asm_elementwise(
+                    "{ .reg .b32 a; and.b32 a, $1, 0x87F087F0; mov.b32 $0, 0x7B807B80; mul.rn.bf16x2 $0, a, $0; }",
+                    "=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+            else:
+                y = tl.inline_asm_elementwise(
+                    """{ .reg .b32 a, b; shl.b32 a, $1, 4; shr.u32 b, $1, 4; and.b32 b, b, 0x07000700; and.b32 a, a, 0x80F080F0;
+                    or.b32 a, a, b; mov.b32 $0, 0x7B807B80; mul.rn.bf16x2 $0, a, $0; }""",
+                    "=&r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+        elif HALF == 0:
+            # FP16's places are three further: times 2^-8.
+            y = tl.inline_asm_elementwise(
+                """{ .reg .b32 a, b; shl.b32 b, $1, 3; and.b32 b, b, 0x3F803F80; and.b32 a, $1, 0x80008000; or.b32 a, a, b;
+                mov.b32 $0, 0x5C005C00; mul.rn.f16x2 $0, a, $0; }""",
+                "=&r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
+        else:
+            y = tl.inline_asm_elementwise(
+                """{ .reg .b32 a, b; shl.b32 a, $1, 4; and.b32 a, a, 0x80008000; shr.u32 b, $1, 1; and.b32 b, b, 0x38003800;
+                or.b32 a, a, b; shl.b32 b, $1, 7; and.b32 b, b, 0x07800780; or.b32 a, a, b; mov.b32 $0, 0x5C005C00;
+                mul.rn.f16x2 $0, a, $0; }""",
+                "=&r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        w = x.to(tl.int32)
-        y = ((w & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-        y = tl.where((w & 0x7F) == 0x7F, float("nan"), tl.where(w > 127, -y, y))
+        word = x.to(tl.int32)
+        if HALF == 0:
+            code = ((word >> 8) & 0x80) | ((word >> 4) & 0x7F)
+        else:
+            code = ((word >> 4) & 0x80) | ((word >> 8) & 0x70) | (word & 15)
+        y = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        y = tl.where(code > 127, -y, y)
     return y
 
 
@@ -205,25 +221,36 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
                 x = tl.load(x_KT + k, mask=k_K[:, None] < N - k, other=0.0, cache_modifier=".cg")
             acc_RT = product(w, x, acc_RT)
     elif W == FP8:
-        # Words hold an even and an odd element: so do words of x, and the product is two, over even and over odd elements.
+        # Words of 16 bits hold a code of each half of a tile of 128 columns (see record.py): a product for each half, or for each part of a
+        # half that has one scale a row.
+        J: tl.constexpr = BK // 2
+        PARTS: tl.constexpr = 64 // J
         COLUMNS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-        j_J = tl.arange(0, BK // 2)
-        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * (N // 2) + j_J[None, :]
-        x_JT = x_ptr.to(tl.pointer_type(tl.int32)) + (x_T // 2)[None, :] + j_J[:, None]
+        j_J = tl.arange(0, J)
+        w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 64 + j_J[None, :]
+        x_JT = x_ptr + x_T[None, :] + j_J[:, None]
         on_R = scale_row_R >= 0
         s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS, on_R, SCALE)
-        for k in tl.range(0, N, BK, num_stages=STAGES):
-            # The scales of the next step are asked for before this one's are needed.
-            next_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (k + BK) // BLOCK, on_R & (k + BK < N), SCALE)
-            if EVEN:
-                w = tl.load(w_RJ + k // 2, cache_modifier=".cg")
-                x = tl.load(x_JT + k // 2, cache_modifier=".cg")
+        for i in tl.range(0, (N + 127) // 128 * PARTS, num_stages=STAGES):
+            k = i // PARTS * 128 + i % PARTS * J
+            w = tl.load(w_RJ + (i // PARTS * (ROWS * 64) + i % PARTS * J), cache_modifier=".cg")
+            if N % 128 == 0:
+                x = tl.load(x_JT + k, cache_modifier=".cg")
+                z = tl.load(x_JT + k + 64, cache_modifier=".cg")
             else:
-                w = tl.load(w_RJ + k // 2, mask=j_J[None, :] < (N - k) // 2, other=0, cache_modifier=".cg")
-                x = tl.load(x_JT + k // 2, mask=j_J[:, None] < (N - k) // 2, other=0, cache_modifier=".cg")
-            p_RT = product(e4m3(w & 255, TYPE), low(x, TYPE), tl.zeros((R, BT), tl.float32))
-            acc_RT += product(e4m3((w >> 8) & 255, TYPE), high(x, TYPE), p_RT) * s_R[:, None]
-            s_R = next_R
+                x = tl.load(x_JT + k, mask=j_J[:, None] < N - k, other=0.0, cache_modifier=".cg")
+                z = tl.load(x_JT + k + 64, mask=j_J[:, None] < N - k - 64, other=0.0, cache_modifier=".cg")
+            if BLOCK == 128:
+                # The scales of the next step are asked for before this one's are needed.
+                next_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (i + 1), on_R & (k + 128 < N), SCALE)
+                p_RT = product(e4m3(w, 0, TYPE), x, tl.zeros((R, BT), tl.float32))
+                acc_RT += product(e4m3(w, 1, TYPE), z, p_RT) * s_R[:, None]
+                s_R = next_R
+            else:
+                s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + k // BLOCK, on_R & (k < N), SCALE)
+                acc_RT += product(e4m3(w, 0, TYPE), x, tl.zeros((R, BT), tl.float32)) * s_R[:, None]
+                s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (k + 64) // BLOCK, on_R & (k + 64 < N), SCALE)
+                acc_RT += product(e4m3(w, 1, TYPE), z, tl.zeros((R, BT), tl.float32)) * s_R[:, None]
     else:
         # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for each group.
         j_J = tl.arange(0, 32)

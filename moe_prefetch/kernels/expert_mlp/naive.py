@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from .record import GROUP, Form, plain_codes, plain_scales
+from .record import GROUP, Form, plain_bytes, plain_codes, plain_scales
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -120,6 +120,7 @@ def weights_of(record: torch.Tensor, form: Form, dtype: torch.dtype = torch.floa
             value = torch.tensor(E2M1, dtype=torch.float64, device=w.device)[code.long()] * _e8m0(scale)[..., None]
             out[name] = value.flatten(1).to(dtype)
         elif form.weights == "fp8":
+            w = plain_bytes(w, form.hidden if name == "gate_up" else form.width).view(torch.float8_e4m3fn)
             scale = v[f"{name}_scale"]
             scale = _e8m0(scale.view(torch.uint8)) if scale.dtype == torch.float8_e8m0fnu else scale.double()
             halves = (scale.chunk(2), w.chunk(2)) if name == "gate_up" else ((scale,), (w,))

@@ -11,6 +11,9 @@ Microscaling Formats 1.0, as gpt-oss's checkpoints have it). MXFP4 lies in tiles
 bytes holds the codes of columns j, 32 + j, 64 + j and 96 + j; words 2 i and 2 i + 1 share 32 bits, in which the bits of a code (sign,
 exponent, mantissa: 3 to 0) lie where a rotation by PLACES brings them to bits 15, 8, 7 and 6 of their word, the place of BF16's. Those of
 the last code have rotations of their own, which are one product with 2^2 + 2^7 + 2^12 where its bits stand alone.
+
+FP8 lies in tiles of 128 columns too, [columns / 128, rows, 128] bytes. 16-bit word j of a row's 128 bytes holds the codes of columns j and
+64 + j: bits 7 to 0 of the first are bits 15 and 10 to 4 of the word, the place of BF16's, those of the second bits 11, 14 to 12 and 3 to 0.
 """
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAMP = "stamp"
 MX_SCALE_MAX = 128  # kernels multiply E2M1 by scale * 2^126 in BF16; beyond it they give NaN
 MX_SCALES = ("gate_up_scale", "down_scale")
-MX_CODES = ("gate_up", "down")
+CODES = ("gate_up", "down")
+E4M3 = "float8_e4m3fn"
 # By code of a word: how far its bits 0 to 3 lie to the left of 6, 7, 8 and 15.
 PLACES = ((0, 0, 0, 0), (3, 3, 3, 3), (6, 6, 6, 6), (30, 25, 25, 20))
 ORDER = ("gate_up", "down", "gate_up_scale", "down_scale", "gate_up_bias", "down_bias")
@@ -84,9 +88,9 @@ class Form:
                 "gate_up": ("uint8", (-(-D // TILE), 2 * F, TILE // 2)), "down": ("uint8", (-(-F // TILE), D, TILE // 2)),
                 "gate_up_scale": ("uint8", (-(-D // TILE), 2 * F, 4)), "down_scale": ("uint8", (-(-F // TILE), D, 4))}
         else:
-            dtype = "float8_e4m3fn" if self.weights == "fp8" else self.weights
-            out = {"gate_up": (dtype, (2 * F, D)), "down": (dtype, (D, F))}
+            out = {"gate_up": (self.weights, (2 * F, D)), "down": (self.weights, (D, F))}
             if self.weights == "fp8":
+                out = {"gate_up": (E4M3, (-(-D // TILE), 2 * F, TILE)), "down": (E4M3, (-(-F // TILE), D, TILE))}
                 out["gate_up_scale"] = (self.scale, (2 * -(-F // b), -(-D // b)))
                 out["down_scale"] = (self.scale, (-(-D // b), -(-F // b)))
         if self.bias:
@@ -102,7 +106,9 @@ class Form:
         if self.weights == "mxfp4":
             biases = (2 * self.width + self.hidden) * (DTYPES[self.bias].itemsize if self.bias else 0)
             return 3 * self.hidden * self.width // GROUP * (GROUP // 2 + 1) + biases
-        return sum(p.nbytes for p in self.layout().parts if p.name != STAMP)
+        padded = CODES if self.weights == "fp8" else ()
+        codes = 3 * self.hidden * self.width if padded else 0
+        return codes + sum(p.nbytes for p in self.layout().parts if p.name not in (STAMP, *padded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,8 @@ class RecordLayout:
             shapes[name] = (dtype, (sum(t.shape[0] for t in pieces(piece)), *first.shape[1:]) if rest else tuple(first.shape))
         for name, (dtype, shape) in shapes.items():
             if _tiled(name, dtype):
-                shapes[name] = ("uint8", (-(-shape[1] // 4), shape[0], 4 if name in MX_SCALES else TILE // 2))
+                each, size = (TILE, TILE) if dtype == E4M3 else (4, 4 if name in MX_SCALES else TILE // 2)
+                shapes[name] = (dtype, (-(-shape[1] // each), shape[0], size))
         return cls._build(shapes)
 
     def form(self) -> Form:
@@ -152,8 +159,8 @@ class RecordLayout:
             if gate_up.dtype == "uint8":
                 hidden, width = down.shape[1], gate_up.shape[1] // 2
                 form = Form("mxfp4", hidden, width, bias)
-            elif gate_up.dtype == "float8_e4m3fn":
-                hidden, width = down.shape
+            elif gate_up.dtype == E4M3:
+                hidden, width = down.shape[1], gate_up.shape[1] // 2
                 form = Form("fp8", hidden, width, bias, scale, _block(hidden, width, got["gate_up_scale"].shape, got["down_scale"].shape))
             else:
                 form = Form(gate_up.dtype, *down.shape, bias)
@@ -216,7 +223,21 @@ def _block(hidden: int, width: int, gate_up: tuple[int, ...], down: tuple[int, .
 
 
 def _tiled(name: str, dtype: str) -> bool:
-    return dtype == "uint8" and name in MX_SCALES + MX_CODES
+    return (dtype == "uint8" and name in MX_SCALES + CODES) or (dtype == E4M3 and name in CODES)
+
+
+def plain_bytes(lying: torch.Tensor, columns: int) -> torch.Tensor:
+    """E4M3 codes [columns / 128, rows, 128] as [rows, columns] bytes."""
+    word = lying.contiguous().view(torch.int16)
+    halves = word >> 8 & 0x80 | word >> 4 & 0x7F, word >> 4 & 0x80 | word >> 8 & 0x70 | word & 15
+    return torch.cat([half.to(torch.uint8) for half in halves], -1).permute(1, 0, 2).flatten(1)[:, :columns]
+
+
+def tiled_bytes(plain: torch.Tensor) -> torch.Tensor:
+    """The way there: [rows, columns] bytes as [columns / 128, rows, 128]; zeros fill up the last tile."""
+    whole = torch.nn.functional.pad(plain, (0, -plain.shape[1] % TILE)).unflatten(1, (-1, 2, TILE // 2))
+    low, high = whole.permute(2, 1, 0, 3).to(torch.int16)
+    return ((low & 0x80) << 8 | (low & 0x7F) << 4 | (high & 0x80) << 4 | (high & 0x70) << 8 | high & 15).contiguous().view(torch.uint8)
 
 
 def plain_scales(lying: torch.Tensor, groups: int) -> torch.Tensor:
@@ -261,25 +282,28 @@ def _tables(back: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 
 def _copy(name: str, piece: Piece, view: torch.Tensor, *, out: bool) -> None:
     """Bits of the pieces to the view, or back. As integers: no copy may quieten a NaN or change a denormal."""
-    bits, at = view.view(BITS[view.dtype.itemsize]), 0
-    tiled = _tiled(name, str(view.dtype).removeprefix("torch."))
-    groups = pieces(piece)[0].shape[1] if tiled else 0
-    shape = (view.shape[1], groups, GROUP // 2)[: 2 + (name in MX_CODES)] if tiled else view.shape
+    bits, at, dtype = view.view(BITS[view.dtype.itemsize]), 0, str(view.dtype).removeprefix("torch.")
+    tiled, codes, each = _tiled(name, dtype), name in CODES, TILE if dtype == E4M3 else 4
+    columns = pieces(piece)[0].shape[1] if tiled else 0
+    whole = (GROUP // 2,) if codes and dtype != E4M3 else ()
+    shape = (view.shape[1], columns, *whole) if tiled else view.shape
     if sum(t.shape[0] if t.dim() else 1 for t in pieces(piece)) != (shape[0] if shape else 1):
         raise ShapeError(f"{name} has {[tuple(t.shape) for t in pieces(piece)]}", where="experts", expected=str(tuple(shape)),
                          do="experts of one store are of one shape")
     for t in pieces(piece):
-        if t.dtype != view.dtype or t.shape[1:] != shape[1:] or (tiled and -(-groups // 4) != view.shape[0]):
+        if t.dtype != view.dtype or t.shape[1:] != shape[1:] or (tiled and -(-columns // each) != view.shape[0]):
             raise ShapeError(f"{name} is {t.dtype} {tuple(t.shape)}", where="experts", expected=f"{view.dtype} {tuple(shape)}",
                              do="experts of one store are of one shape and dtype")
         theirs = t.detach().view(bits.dtype)
         mine = bits[:, at : at + len(t)] if tiled else bits[at : at + len(t)] if t.dim() else bits
         if not tiled:
             theirs.copy_(mine) if out else mine.copy_(theirs)
+        elif dtype == E4M3:
+            theirs.copy_(plain_bytes(mine, columns)) if out else mine.copy_(tiled_bytes(theirs))
         elif out:
-            theirs.copy_(plain_codes(mine, groups) if name in MX_CODES else plain_scales(mine, groups))
-        elif name in MX_CODES:
+            theirs.copy_(plain_codes(mine, columns) if codes else plain_scales(mine, columns))
+        elif codes:
             mine.copy_(tiled_codes(theirs))
         else:
-            mine.copy_(torch.nn.functional.pad(theirs, (0, -groups % 4)).view(len(t), -1, 4).permute(1, 0, 2))
+            mine.copy_(torch.nn.functional.pad(theirs, (0, -columns % 4)).view(len(t), -1, 4).permute(1, 0, 2))
         at += len(t) if t.dim() else 0
