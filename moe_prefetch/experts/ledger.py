@@ -30,8 +30,9 @@ class Totals:
     def hit_rate(self) -> float:
         return self.hit / self.demanded if self.demanded else 1.0
 
-    def as_dict(self) -> dict[str, float]:
-        return {**asdict(self), "demanded": self.demanded, "hit_rate": self.hit_rate}
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON; without a demand there is no hit rate."""
+        return {**asdict(self), "demanded": self.demanded, "hit_rate": self.hit_rate if self.demanded else None}
 
 
 class Ledger:

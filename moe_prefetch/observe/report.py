@@ -1,10 +1,12 @@
 """Reports: tables and figures in a folder, as Markdown with PNG beside it and the same numbers as JSON.
 
-The folder appears whole or not at all. Without matplotlib (extra `report`) the tables are written and the missing figures are named.
+A new folder appears whole or not at all, and an earlier report's files are replaced whole. Without matplotlib (extra `report`) the tables
+are written and the missing figures are named.
 """
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,22 +61,32 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path | str) -> Path:
-        """Write `folder` (report.md, report.json, PNG figures) and return it. An earlier report there is replaced.
+        """Write `folder` (report.md, report.json, PNG figures) and return it. Files of an earlier report there are replaced, one by one
+        and each whole; what else lies beside them stays.
 
-        Raises ArtefactError when the folder exists and holds something else.
+        Raises ArtefactError when the folder exists and holds no report but something else.
         """
-        folder = Path(folder)
+        folder = Path(folder).resolve()
         check_folder(folder)
-        building = folder.parent / f".{folder.name}-{os.getpid()}"
+        building = folder.parent / f".{folder.name}-{secrets.token_hex(6)}"
         building.mkdir()
         try:
             parts = [f"# {self.title}", "", self.intro, ""] + [t.markdown() for t in self.tables] + self._draw(building)
+            figures = sorted(p.name for p in building.iterdir())
             checkpoint.write_text(building / "report.md", "\n".join(parts))
             tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
-            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "data": self.data})
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(building, folder)
+            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "figures": figures,
+                                                             "data": self.data})
+            if not folder.exists():
+                os.replace(building, folder)
+                return folder
+            before = _report(folder) or {}
+            for name in (*figures, "report.md", "report.json"):
+                os.replace(building / name, folder / name)
+            for name in _figures(before):
+                if name not in figures:
+                    (folder / name).unlink(missing_ok=True)
+            building.rmdir()
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -105,18 +117,25 @@ class Report:
 
 def check_folder(folder: Path) -> None:
     """Whether a report can be written as `folder`. Raises ArtefactError when it holds something else, or can't be made."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder))):
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _report(folder) is None)):
         raise ArtefactError("there is something that is not a report", where=str(folder), expected="an empty or new folder",
                             do="name another folder")
     checkpoint.check_writable(folder.parent)
 
 
-def _is_report(folder: Path) -> bool:
+def _report(folder: Path) -> dict[str, Any] | None:
+    """What the folder's report.json says; None without a report."""
     try:
         value = checkpoint.read_json(folder / "report.json")
     except ArtefactError:
-        return False
-    return isinstance(value, dict) and value.get("format") == MARK
+        return None
+    return value if isinstance(value, dict) and value.get("format") == MARK else None
+
+
+def _figures(said: Mapping[str, Any]) -> list[str]:
+    """Names of a report's own figures."""
+    names = said.get("figures", [])
+    return [n for n in names if isinstance(n, str) and n.endswith(".png") and Path(n).name == n] if isinstance(names, list) else []
 
 
 def show(value: Cell) -> str:
@@ -177,7 +196,8 @@ TOTALS = ("demanded", "hit", "late", "miss", "hit rate", "wasted", "cancelled", 
 
 def totals_row(t: Totals) -> tuple[Cell, ...]:
     """The columns of TOTALS."""
-    return (t.demanded, t.hit, t.late, t.miss, t.hit_rate, t.wasted, t.cancelled, size(t.bytes_moved), size(t.bytes_wasted),
+    rate: Cell = t.hit_rate if t.demanded else "-"
+    return (t.demanded, t.hit, t.late, t.miss, rate, t.wasted, t.cancelled, size(t.bytes_moved), size(t.bytes_wasted),
             1e3 * t.stall_s)
 
 

@@ -27,16 +27,49 @@ def test_a_report_is_markdown_json_and_figures(tmp_path):
 
 
 def test_an_earlier_report_is_replaced_and_nothing_else_ever(tmp_path):
-    folder = report().save(tmp_path / "r")
-    (folder / "old.png").write_bytes(b"old")
-    report().save(folder)
-    assert not (folder / "old.png").exists()
+    more = report()
+    more.figures.append(Figure("four", "c", lines({"hit": [1.0, 2.0]}, "layer", "recall")))
+    folder = more.save(tmp_path / "r")
+    (folder / "notes.md").write_text("the user's own")
+    (folder / "ckpt").mkdir()
+    (folder / "ckpt" / "old.png").write_bytes(b"old")
+    first = (folder / "report.json").read_text()
+    assert report().save(folder) == folder
+    # The earlier report's own figure goes, what is the user's stays.
+    assert sorted(p.name for p in folder.iterdir()) == ["ckpt", "notes.md", "one.png", "report.json", "report.md", "three.png", "two.png"]
+    assert (folder / "ckpt" / "old.png").exists() and (folder / "report.json").read_text() != first
     other = tmp_path / "other"
     other.mkdir()
     (other / "report.json").write_text('{"format": "somebody else"}')
     with pytest.raises(ArtefactError, match="not a report"):
         report().save(other)
     assert (other / "report.json").exists()
+
+
+def test_here_and_through_a_link(tmp_path, monkeypatch):
+    folder = report().save(tmp_path / "r")
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "report.md").write_text("")
+    assert report().save(tmp_path / "link") == folder and (folder / "report.md").stat().st_size
+    monkeypatch.chdir(folder)
+    (folder / "report.md").write_text("")
+    report().save(".")
+    assert (folder / "report.md").stat().st_size and (tmp_path / "link").is_symlink()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert report().save(".") == tmp_path / "empty" and (tmp_path / "empty" / "report.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "link", "r"]
+
+
+def test_what_was_not_demanded_has_no_hit_rate(tmp_path):
+    import moe_prefetch
+    from tests.tiny import tiny
+
+    with moe_prefetch.attach(tiny(), {"experts": {"home": "disk", "resident": 2}}) as session:
+        folder = session.report().save(tmp_path / "run")
+    said = json.loads((folder / "report.json").read_text())
+    assert all(layer["hit_rate"] is None for layer in said["data"]["layers"])
+    assert "| 0 | 0 | 0 | 0 | 0 | - |" in (folder / "report.md").read_text()
 
 
 def test_a_failing_figure_leaves_the_earlier_report(tmp_path):
