@@ -309,8 +309,8 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
             return Tile(n, 32 if -(-all_rows // 64) * items < 3 * PROCESSORS else 64, 128, 2, 4)
         return Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
-        # Few programs and short sums are cut finer. A processor has room for 6 programs of 128 rows and 8 pairs, and for 4 with one more step
-        # in flight: better where fewer of them run in the last round.
+        # Few programs and short sums are cut finer. A processor has room for 6 programs of 128 rows and 8 pairs, with a step more in flight
+        # for 4: better where fewer run in the last round.
         rows = 64 if direct(tokens) and (share(wide) < 0.8 or columns <= 1024) else 128
         rounds = [-(-distinct(tokens * top_k, experts) * all_rows // (rows * PROCESSORS * each)) for each in (4, 6)]
         deep = n == 8 and rows == 128 and rounds[1] > 1 and 4 * rounds[0] < 6 * rounds[1]
