@@ -54,6 +54,14 @@ class _Checked(type(BaseModel)):  # type: ignore[misc]
 class _Section(BaseModel, metaclass=_Checked):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: Any) -> Any:
+        """No key is a switch, and true would pass for 1."""
+        if isinstance(value, bool):
+            raise ValueError("must be something else than true or false")
+        return value
+
     @field_validator("*")
     @classmethod
     def _no_nul(cls, value: Any) -> Any:
@@ -96,8 +104,8 @@ class ExpertsConfig(_Section):
 
     @field_validator("resident", mode="before")
     @classmethod
-    def _no_bool(cls, value: Any) -> Any:
-        if isinstance(value, bool):
+    def _no_fraction(cls, value: Any) -> Any:
+        if isinstance(value, bool | float):
             raise ValueError("write a number of slots, a share such as 50%, or a size such as 2GiB")
         return value
 
@@ -105,11 +113,10 @@ class ExpertsConfig(_Section):
     @classmethod
     def _resident(cls, value: int | str) -> int | str:
         if isinstance(value, str) and value.strip().endswith("%"):
-            try:
-                share = float(value.strip()[:-1])
-            except ValueError:
-                raise ValueError(f"{value!r} is not a share; write for example 50%") from None
-            if not 0 < share <= 100:
+            share = value.strip()[:-1].strip()
+            if not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", share):
+                raise ValueError(f"{value!r} is not a share; write for example 50%")
+            if not 0 < float(share) <= 100:
                 raise ValueError(f"{value} is no share between 0% (exclusive) and 100%")
         elif isinstance(value, str):
             if parse_bytes(value) < 1:
@@ -193,6 +200,8 @@ class Config(_Section):
                     faults.append(f"experts.{key} is set, but experts.home: host has no file and no threads; set home: disk or drop {key}")
             if experts.plan == "lru":
                 faults.append("experts.plan is lru, but experts.home: host reads on demand in place; use plan: recent, stale or probe")
+        if experts.plan in ("lru", "recent", "stale") and self.probe.path is not None:
+            faults.append(f"probe.path is set, but experts.plan: {experts.plan} asks no probe; use plan: probe (or auto), or drop it")
         if experts.plan == "probe" and self.probe.path is None:
             faults.append("experts.plan is probe, but probe.path is empty; name a fitted probe, or use plan: stale (the unfitted gate)")
         if self.fit is not None and (self.experts, self.probe, self.kv) != (ExpertsConfig(), ProbeConfig(), KVConfig()):

@@ -368,3 +368,25 @@ def test_a_tilde_is_the_users_home(tmp_path, monkeypatch):
     assert load({"experts": {"home": "disk", "path": "~/records"}}).experts.path == tmp_path / "records"
     (tmp_path / "sub").mkdir()
     assert load(write(tmp_path / "sub", "kv: {format: fp4-72, calibration: ~/p}\n")).kv.calibration == tmp_path / "p"
+
+
+@pytest.mark.parametrize("text", ["experts: {home: disk, threads: true}", "experts: {home: disk, deadline: true}", "version: true",
+                                  "kv: {format: fp4-72, window: true}", "kv: {format: fp4-72, sinks: false}",
+                                  "experts: {home: disk, drive: {bandwidth: true}}", "experts: {home: disk, resident: true}"])
+def test_true_is_no_number(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    _, problems = config.examine(tmp_path / "c.yaml")
+    assert len(problems) == 1 and ("true or false" in problems[0] or "a number of slots" in problems[0]), problems
+
+
+@pytest.mark.parametrize("resident", [0.5, "1_0%", "\uff15\uff10%", "nan%", "+5%", "%", "1e1%"])
+def test_a_share_is_written_as_one(resident):
+    with pytest.raises(ConfigError) as e:
+        load({"experts": {"home": "disk", "resident": resident}})
+    assert len(e.value.problems) == 1 and "50%" in e.value.problems[0]
+
+
+@pytest.mark.parametrize("plan", ["lru", "recent", "stale"])
+def test_a_probe_that_no_plan_asks_is_refused(plan):
+    with pytest.raises(ConfigError, match=f"experts.plan: {plan} asks no probe"):
+        load({"experts": {"home": "disk", "resident": "50%", "plan": plan}, "probe": {"path": "p"}})
