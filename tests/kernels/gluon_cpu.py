@@ -234,7 +234,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.max = lambda x, axis: Tensor(x.v.amax(axis))
     gl.associative_scan = lambda x, axis, f: Tensor(x.v.cumsum(axis, dtype=x.v.dtype))
 
-    def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    def load(p: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
         at = torch.as_tensor(p.at).long()
         ok = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(unwrap(mask)).expand(at.shape)
         return Tensor(torch.where(ok, p.base.reshape(-1)[torch.where(ok, at, 0)], torch.as_tensor(other, dtype=p.base.dtype)))
@@ -319,6 +319,13 @@ class Launch:
             mine = lambda x: not isinstance(x, ast.Import | ast.ImportFrom) or getattr(x, "module", "") == "__future__"  # noqa: E731
             tree.body = [x for x in tree.body if mine(x)]
             self.codes.append(compile(tree, path, "exec"))
+
+    def function(self) -> Callable[..., Any]:
+        """What a kernel calls, by itself."""
+        space = modules([0], 1, self.asm) | self.names
+        for code in self.codes:
+            exec(code, space)
+        return space[self.name]
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(*args: Any, **kw: Any) -> None:

@@ -42,16 +42,6 @@ def product(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> li
     return [(c[i] + D[g + i // 2 * 8, 2 * t + i % 2]).astype(U32) for i in range(4)]
 
 
-def bf16_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Packed; a NaN is 0x7FFF."""
-    x, y, z = (np.stack([v << U32(16), v & U32(0xFFFF0000)], 1).view(F32).astype(np.float64) for v in (a, b, c))
-    with np.errstate(all="ignore"):
-        s = (x * y + z).astype(F32)
-    u = s.view(U32)
-    u = np.where(np.isnan(s), U32(0x7FFF), (u + U32(0x7FFF) + (u >> U32(16) & U32(1))) >> U32(16)).astype(U32)
-    return u[:, 0] | u[:, 1] << U32(16)
-
-
 class Warp:
     def __init__(self, shared: np.ndarray) -> None:
         self.shared, self.counted, self.registers = shared, np.zeros(2, np.int64), {}
@@ -61,7 +51,7 @@ class Warp:
             return np.full(32, int(name[2:], 16), U32)
         if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)", name):
             return np.full(32, int(name, 0) & 0xFFFFFFFF, U32)
-        return self.registers[name]
+        return LANES.astype(U32) if name == "%laneid" else self.registers[name]
 
     def run(self, text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Registers afterwards; `inputs` by operand, as uint32."""
@@ -72,7 +62,7 @@ class Warp:
             while label := re.match(r"(\w+):\s*", line):
                 on, until = np.ones(32, bool), ""
                 line = line[label.end() :]
-            if not line or line.startswith(".reg"):
+            if not line or line.startswith((".reg", "griddepcontrol")):
                 continue
             guard = re.match(r"@(!?)(\w+)\s+", line)
             mine = on.copy()
@@ -84,7 +74,8 @@ class Warp:
             if op == "bra":
                 on, until = on & ~mine, rest
                 continue
-            self.step(op, [x.strip("{} ") for x in rest.split(",")], mine)
+            packs = op == "mov.b32" and rest.rstrip().endswith("}")
+            self.step("pack" if packs else op, [x.strip("{} ") for x in rest.split(",")], mine)
         assert not until
         return self.registers
 
@@ -97,7 +88,7 @@ class Warp:
             v = [self.value(x) for x in args[4:]]
             for name, x in zip(args, product(v[:4], v[4:6], v[6:]), strict=False):
                 self.put(name, x, mine)
-        elif op.startswith("ld.shared"):
+        elif op.startswith(("ld.shared", "ld.global")):
             where = re.fullmatch(r"\[([^\]+ ]+)(?: *\+ *(\d+))?\]", args[-1])
             assert where
             at = self.value(where[1]) + U32(where[2] or 0)
@@ -115,10 +106,12 @@ class Warp:
     def compute(self, op: str, v: list[np.ndarray], raw: list[str]) -> np.ndarray:
         f, i = ([x.astype(U32).view(kind) for x in v] for kind in (F32, np.int32))
         simple: dict[str, Callable[[], np.ndarray]] = {
-            "mov.b32": lambda: v[0], "mov.u32": lambda: v[0], "mov.f32": lambda: v[0], "cvt.u64.u32": lambda: v[0],
-            "and.b32": lambda: v[0] & v[1], "shl.b32": lambda: v[0] << v[1], "shr.u32": lambda: v[0] >> v[1],
-            "shr.b32": lambda: v[0] >> v[1], "shr.s32": lambda: (i[0] >> i[1]).view(U32), "or.b32": lambda: v[0] | v[1],
+            "mov.b32": lambda: v[0], "mov.u32": lambda: v[0], "mov.f32": lambda: v[0], "cvt.u64.u32": lambda: v[0], "mov.u64": lambda: v[0],
+            "pack": lambda: v[0] & U32(0xFFFF) | v[1] << U32(16), "vote.sync.any.pred": lambda: np.full(32, v[0].any()),
+            "and.b32": lambda: v[0] & v[1], "or.b32": lambda: v[0] | v[1], "shl.b32": lambda: v[0] << v[1],
+            "shr.u32": lambda: v[0] >> v[1], "shr.b32": lambda: v[0] >> v[1], "shr.s32": lambda: (i[0] >> i[1]).view(U32),
             "sub.s32": lambda: v[0] - v[1], "min.s32": lambda: np.minimum(i[0], i[1]).view(U32), "max.u32": lambda: np.maximum(v[0], v[1]),
+            "redux.sync.min.u32": lambda: np.full(32, v[0].min()),
             "setp.lt.s32": lambda: i[0] < i[1],
             "add.u32": lambda: v[0] + v[1], "sub.u32": lambda: v[0] - v[1], "mul.lo.u32": lambda: v[0] * v[1],
             "mad.lo.u32": lambda: v[0] * v[1] + v[2], "mad.lo.s32": lambda: v[0] * v[1] + v[2], "min.u32": lambda: np.minimum(v[0], v[1]),
@@ -126,13 +119,15 @@ class Warp:
             "min.f32": lambda: np.fmin(f[0], f[1]).view(U32), "mul.f32": lambda: (f[0] * f[1]).view(U32),
             "add.rz.f32": lambda: add_rz(f[0], f[1]).view(U32), "setp.ne.u32": lambda: v[0] != v[1], "setp.lt.f32": lambda: f[0] < f[1],
             "setp.gt.f32": lambda: f[0] > f[1], "setp.nan.f32": lambda: np.isnan(f[0]) | np.isnan(f[1]),
+            "setp.geu.f32": lambda: ~(f[0] < f[1]), "setp.gtu.f32": lambda: ~(f[0] <= f[1]), "setp.neu.f32": lambda: f[0] != f[1],
+            "setp.nan.and.f32": lambda: np.isnan(f[0]) & (v[2] != 0), "setp.gt.and.f32": lambda: (f[0] > f[1]) & (v[2] != 0),
             "selp.b32": lambda: np.where(v[2] != 0, v[0], v[1]), "selp.f32": lambda: np.where(v[2] != 0, v[0], v[1]),
+            "sub.f32": lambda: (f[0] - f[1]).view(U32), "max.NaN.f32": lambda: np.maximum(f[0], f[1]).view(U32),
             "min.xorsign.abs.f16x2": lambda: words(np.minimum(*(np.abs(halves(x)) for x in v))) | (v[0] ^ v[1]) & U32(0x80008000),
             "mul.rn.f16x2": lambda: words(halves(v[0]) * halves(v[1])),
             "cvt.f32.f16": lambda: v[0].astype(np.uint16).view(F16).astype(F32).view(U32),
+            "cvt.rn.f16.f32": lambda: f[0].astype(F16).view(np.uint16).astype(U32),
             "cvt.rn.f16x2.f32": lambda: words(np.stack([f[1], f[0]], 1).astype(F16)),
-            "fma.rn.f16x2": lambda: words((halves(v[0]).astype(np.float64) * halves(v[1]) + halves(v[2])).astype(F16)),
-            "fma.rn.bf16x2": lambda: bf16_fma(v[0], v[1], v[2]),
         }  # fmt: skip
         if op in simple:
             return simple[op]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 from .gluon_cpu import Launch, Pointer, Tensor, unwrap
 
 if fused.GLUON:
-    from moe_prefetch.kernels.kv_encode import assembly, fused_pages, fused_tiles
+    from moe_prefetch.kernels.kv_encode import assembly, fused_pages, fused_stores, fused_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -83,11 +83,12 @@ def test_bytes_equal_the_law(case: tuple[str, int, int, list[int], torch.dtype],
 
 
 class Assembly:
-    """What the assembly of fused_tiles.py does; a program's shared memory is at 0."""
+    """What the assembly of fused_tiles.py and fused_stores.py does; a program's shared memory is at 0."""
 
     def __init__(self) -> None:
         self.shared = torch.full((4 * 256, 8), float("nan"))
-        self.kept = [torch.zeros(64, 4, dtype=torch.int32)] * 4
+        # from what is kept for a program's head on
+        self.words = torch.full((1440,), 0x7FC00000, dtype=torch.int32)
 
     def slots(self, at: Tensor) -> torch.Tensor:
         assert (at.v % 16 == 0).all() and (at.v >= fused_tiles.STAGE.value).all()
@@ -98,34 +99,64 @@ class Assembly:
             return tuple(args)
         if "mad.lo.s32 t, $2, -8" in text:
             return Tensor(law.scale_bytes(args[0].v.contiguous().view(torch.float32), torch.as_tensor(unwrap(args[1]))).int())
-        if "ld.global.nc.v2" in text:
+        if "ld.global.cg.v2" in text:
             return 0
         if "redux.sync.max" in text:
             self.most = int(args[0].v.max())
             return 0
         if "bar.sync" in text:
             return Tensor(torch.tensor(self.most))
-        if "ld.global.nc.v4" in text:
+        if text.startswith("ld.global.cg.v4"):
             p = args[0]
             return tuple(Tensor(p.base.view(-1)[int(p.at) + i]) for i in range(4))
         if "cp.async.cg" in text:
-            to, source, step, first, count = self.slots(args[0]), args[1], args[2] // 16, args[3], int(args[4])
-            for part in range(8):
-                token = part // 4 * 64
-                on = ((first.v + token >= 0) & (first.v + token < count)).expand(64, 4)
-                at = torch.where(on, torch.as_tensor(source.at) + token * step + part // 2 % 2 * 32, 0)[..., None] + torch.arange(8)
-                self.shared[to + part // 4 * 512 + part // 2 % 2 * 256] = torch.where(on[..., None], source.base.view(-1)[at].float(), 0.0)
+            to, source, step, first, count = self.slots(args[0]), args[1], int(args[2]), args[3], int(args[4])
+            # of the two tokens of a lane, in bytes
+            assert ((source.at[1::2] - source.at[::2]) * 2 == step).all()
+            on = ((first.v >= 0) & (first.v < count)).expand(64, 4)
+            for half in (0, 1):
+                at = torch.where(on, torch.as_tensor(source.at) + 32 * half, 0)[..., None] + torch.arange(8)
+                self.shared[to + 256 * half] = torch.where(on[..., None], source.base.view(-1)[at].float(), 0.0)
             return 0
-        if text.startswith("st.shared.v4"):
+        if text.startswith("st.shared.b32"):
+            self.words[(args[0].v - fused_tiles.KEPT.value) // 4] = args[1].v
+            return 0
+        if "redux.sync.min" in text:
+            at = (int(args[0]) - fused_tiles.KEPT.value) // 4
+            return Tensor(self.words[at : at + (128 if "[l+256]" in text else 64)].view(torch.float32).min())
+        if text.startswith("st.shared.v2"):
             self.kept = [y.v for y in args[1:]]
             return 0
-        if text.startswith("ld.shared.v4"):
+        if text.startswith("ld.shared.v2"):
             return tuple(Tensor(y) for y in self.kept)
+        if text.startswith("ld.shared.v4"):
+            words = self.words[(args[0].v[..., None] - fused_tiles.KEPT.value) // 4 + torch.arange(8)]
+            words = words.view(torch.float32) if "v4.f32" in text else words
+            return tuple(Tensor(y) for y in words.unbind(-1))
+        if "max.NaN.f32 encode_most, encode_most" in text:
+            blocks = 1 if "shfl.sync.bfly.b32 g" in text else 2
+            mag = by_block(torch.stack([y.v.expand(64, 4) for y in args[:16]], -1).abs(), blocks).amax(-1)
+            self.loud = max(self.loud, mag.amax().nan_to_num(torch.inf).item())
+            return Tensor(own(mag, blocks))
+        if text.startswith("mov.f32 encode_most"):
+            self.loud = 0.0
+            return 0
+        if "setp.geu.f32 p, encode_most" in text:
+            return Tensor(torch.tensor(int(self.loud >= float(unwrap(args[0])))))
+        if "setp.gtu.f32 r" in text:
+            x, *counts = law.clean(args[0].v)
+            args[2].base.view(-1).add_(torch.stack(counts))
+            return Tensor((x - args[1].v).clamp(-law.FP16_MAX, law.FP16_MAX).half().view(torch.int16).int())
         if "ld.shared.v4" in text:
             at = self.slots(args[0])
-            x, *counts = law.clean(torch.cat([self.shared[at], self.shared[at + 256]], -1))
-            args[1].base.view(-1).add_(torch.stack(counts))
-            return tuple(Tensor(y) for y in x.unbind(-1))
+            return tuple(Tensor(y) for y in torch.cat([self.shared[at], self.shared[at + 256]], -1).unbind(-1))
+        if "ld.global.cg.v4" in text:
+            source, on = args[0], args[1].v.expand(64, 4)[..., None] != 0
+            at = torch.where(on, torch.as_tensor(source.at)[..., None], 0) + torch.tensor([*range(8), *range(32, 40)])
+            x = torch.where(on, source.base.view(-1)[at].float(), 0.0)
+            gain = torch.stack([y.v.expand(64, 4) for y in args[3:]], -1)
+            args[2].base.view(-1).add_(torch.stack(law.clean(torch.where(gain != 0, x, 0.0))[1:]))
+            return tuple(Tensor(y) for y in law.clean(x)[0].unbind(-1))
         x = [Tensor(torch.as_tensor(unwrap(y))) if not isinstance(y, Pointer) else y for y in args]
         if any(word in text for word in (".shared .align", "cp.async", "%laneid", "griddepcontrol")):
             return 0
@@ -141,6 +172,8 @@ class Assembly:
         if "0x70707070" in text:
             both = ((a + 0x01010101) << 3 & 0x70707070) | (b + 0x01010101 & 0x8E8E8E8E) | (a >> 7 & 0x01010101)
             return Tensor(to_int32(both))
+        if "0x71717171" in text:
+            return Tensor(to_int32((a & 0x71717171) | (b + 0x01010101 & 0x8E8E8E8E)))
         assert "0x5140" in text
         pick = lambda i: (a >> 8 * i & 0xFF) | (b >> 8 * i & 0xFF) << 8  # noqa: E731
         return Tensor(to_int32(pick(0) | pick(1) << 16)), Tensor(to_int32(pick(2) | pick(3) << 16))
@@ -149,19 +182,29 @@ class Assembly:
 def chosen(x: list[Tensor], blocks: int) -> tuple[Tensor, ...]:
     """4 / scale of every block of a row, and the scales as lanes have them, from 16 numbers a lane and weights in the byte of a row."""
     byte = torch.arange(64)[:, None] // 2 % 4 * 8
-    words = torch.stack([y.v.expand(64, 4) for y in x[18:]], -1)
+    words = torch.stack([y.v.expand(64, 4) for y in x[19:35]], -1)
     weight = words >> byte[..., None] & 0xFF
     assert (weight << byte[..., None] == words).all()
-    # channels of four lanes, then by block
-    turn = lambda y: y.unflatten(-1, (blocks, -1)).transpose(1, 2).flatten(-2)  # noqa: E731
+    turn = partial(by_block, blocks=blocks)
     mag = turn(torch.stack([y.v for y in x[:16]], -1).abs())
+    # of numbers beyond FP16 and of none comes anything: their page is coded anew
+    mag = torch.where(mag < 1e30, mag, torch.rand(()))
     zero = mag.amax(-1) < law.TINY
     scale = law._chosen_scale(mag, turn(weight))
     inverse = torch.where(zero, 0.0, 4.0 / scale)
     bits = scale.masked_fill(zero, law.ZERO_SCALE).view(torch.int32)
+    return *(Tensor(inverse[:, h : h + 1].expand(64, 4)) for h in range(blocks)), Tensor(own(bits, blocks))
+
+
+def by_block(y: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Sixteen channels each of four lanes, by block."""
+    return y.unflatten(-1, (blocks, -1)).transpose(1, 2).flatten(-2)
+
+
+def own(y: torch.Tensor, blocks: int) -> torch.Tensor:
+    """What each lane has of a row's blocks [64, blocks]."""
     lane = torch.arange(4)
-    own = bits.unflatten(0, (32, 2))[:, lane // 2, lane % blocks].repeat_interleave(2, 0)
-    return *(Tensor(inverse[:, h : h + 1].expand(64, 4)) for h in range(blocks)), Tensor(own)
+    return y.unflatten(0, (32, 2))[:, lane // 2, lane % blocks].repeat_interleave(2, 0)
 
 
 def to_int32(x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +222,7 @@ def use_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "PAGES", True)
     if DEVICE == "cpu":
         names = {"assembly": assembly, "cache": cache, "torch": torch}
-        kernel = Launch("encode_pages", fused_tiles.__file__, fused_pages.__file__, asm=Assembly(), names=names)
+        kernel = Launch("encode_pages", fused_tiles.__file__, fused_stores.__file__, fused_pages.__file__, asm=Assembly(), names=names)
         monkeypatch.setattr(fused_pages, "encode_pages", kernel)
         monkeypatch.setattr(fused_pages, "programs_on", lambda device: 9)
 
@@ -290,7 +333,8 @@ for name in sys.argv[1:]:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["prepare_book", "append_one"], ["prepare_book True False False", "append_one True False True"]),
+        (["prepare_book", "count_nothing", "append_one"],
+         ["prepare_book True False False", "count_nothing True False False", "append_one True False True"]),
         pytest.param(["encode_pages"], ["encode_pages True True True"], marks=pytest.mark.nightly),
     ],
 )

@@ -105,13 +105,11 @@ def append_one(
 @triton.jit
 def prepare_book(
     channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
 ):
     """What pages read of a book for every element, int32: K gains without outliers [N, D], then weights [2 (K, V), N, 4, D], where row i's
     lie in byte i. Nothing has been counted yet.
     """
-    if PDL:
-        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     n = tl.program_id(0)
     d_D = tl.arange(0, D)
     if n == 0:
@@ -122,6 +120,15 @@ def prepare_book(
     shift = tl.arange(0, 4)[:, None] * 8
     tl.store(at + n * 4 * D, w_D[None, :] << shift)
     tl.store(at + (N + n) * 4 * D, tl.load(v_weight_ptr + n * D + d_D).to(tl.int32)[None, :] << shift)
+
+
+@triton.jit
+def count_nothing(counts_ptr, PDL: tl.constexpr):
+    """What is launched next may start beside this, once what was launched before has ended."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(counts_ptr + tl.arange(0, 2), 0)
 
 
 # whole pages -----------------------------------------------------------------------------------------------------------
@@ -345,15 +352,17 @@ def encode(
             *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, num_warps=1)
         return counts
     pages = PAGES and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
-    counts, ready = torch.empty(2, dtype=torch.int64, device=dev), torch.empty(9, N, D, dtype=torch.int32, device=dev)
-    on = pages and ASM.value
-    prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, PDL=on, num_warps=1)
+    counts = torch.empty(2, dtype=torch.int64, device=dev)
     if pages:
         programs, apart = fused_pages.grid(dev, N, len(runs_R4))
+        pdl = {"launch_pdl": True} if ASM.value else {}
+        count_nothing[(1,)](counts, PDL=ASM.value, num_warps=1, **pdl)
         fused_pages.encode_pages[(programs,)](
-            *tensors, v_gain, ready, counts, fused_pages.table_on(dev), len(runs_R4), 128, apart, **constants, num_warps=4,
-            maxnreg=REGISTERS, **({"launch_pdl": True} if on else {}))
+            *tensors, k_gain, k_weight, v_gain, v_weight, counts, fused_pages.table_on(dev), len(runs_R4), 128, apart, **constants,
+            num_warps=4, maxnreg=REGISTERS, **pdl)
     else:
+        ready = torch.empty(9, N, D, dtype=torch.int32, device=dev)
+        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, num_warps=1)
         encode_pages[(len(runs_R4), N, 2)](
             *tensors, v_gain, ready, counts, table_on(dev), **constants, num_warps=4, maxnreg=REGISTERS)
     return counts
