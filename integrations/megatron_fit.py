@@ -136,7 +136,9 @@ class ProbeFit:
                              expected="a start, and passes that are kept back", do=f"{unready[0]}. Train longer, or set these lower")
         rows = [row for chunk in self.chunks for row in chunk.judged()]
         report = Report()
-        probe = assemble(self.places.gather(rows), self.config.linear, sum(t.tokens for c in self.chunks for t in c.held), report)
+        probe = assemble(self.places.gather(rows), self.config.linear, report)
+        # A micro-batch may have fewer rows than `tokens`, without its padding fewer still. Steps from before a checkpoint are not counted.
+        counts = [c.total(c.rows, c.steps) for c in self.chunks]
         if report.refused and not force:
             raise ReleaseError("the probe is below the stale gate: " + "; ".join(report.refused), where=str(folder),
                                expected="a recall above the unfitted gate", do="train longer; `force` writes it all the same")
@@ -145,7 +147,10 @@ class ProbeFit:
         outcome: list[str | None] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                text = card(report, self.config, self.done, self.done * self.config.batch)
+                rows_made, made = counts[0] if counts else (0, 0)
+                world = dist.get_world_size(self.group) if self.group is not None else 1
+                step_tokens = rows_made * world // made if made else self.config.batch
+                text = card(report, self.config, self.done, self.done * step_tokens)
                 probe.save_pretrained(Path(folder), card=text, extra={"figures": report.rows})
             except Exception as e:  # noqa: BLE001 the other ranks wait to hear of it
                 outcome[0] = f"{type(e).__name__}: {e}"

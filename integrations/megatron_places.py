@@ -77,12 +77,13 @@ class Places:
         return [row for _, row in sorted((pair for part in everyone for pair in part), key=lambda pair: pair[0])]
 
 
-def assemble(rows: list[Any], linear: int, tokens: int, report: Report) -> RoutingProbe:
+def assemble(rows: list[Any], linear: int, report: Report) -> RoutingProbe:
     """One probe of all layers from the stages' rows, with the release gate's findings in `report`: a layer below the stale gate uses it.
 
-    A row is a dict: `gate`, `figures` float64 [horizons, (temperature, recall, stale temperature, stale recall)], and per fitted horizon
-    (down_RD, shift_R, up_ER, out_E).
+    A row is a dict: `gate`, `figures` float64 [horizons, (temperature, recall, stale temperature, stale recall)], how many `tokens` these
+    are of, and per fitted horizon (down_RD, shift_R, up_ER, out_E).
     """
+    tokens = min(row["tokens"] for row in rows)
     residuals: list[Residual | None] = []
     for h in HORIZONS:
         example = next((row[h] for row in rows if h in row), None)

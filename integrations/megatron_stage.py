@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FEW = tuple(10**n for n in range(2, 10))  # passes after which a start that has not come is told of
+
 
 class Chunk:
     """One chunk of the model on this rank: its taps, its trainer, what it holds out."""
@@ -41,7 +43,9 @@ class Chunk:
         self.trainer = StageTrainer(len(layers), spec.experts, spec.hidden, spec.norm_eps, fit.config, self.device, fit.group,
                                     self.before.count if self.before else 0)
         self.passes = self.taken = 0
-        self.moment_passes: int | None = None
+        # Over all ranks: passes and rows that make the start. On this one: rows of the steps since.
+        self.gathered = self.moment_rows = 0
+        self.steps = self.rows = 0
         self.held: deque[StageTaps] = deque()
         self._parts: dict[tuple[str, int], torch.Tensor] = {}
         self._row = slice(0)
@@ -152,40 +156,41 @@ class Chunk:
         fit, trainer, gates = self.fit, self.trainer, self.gates()
         self.taken += 1
         if self.taken % fit.held_out_every == 0:
+            taps = taps.finite()
             self.held.append(replace(taps, residual_LTD=taps.residual_LTD.bfloat16(), moe_input_LTD=taps.moe_input_LTD.bfloat16()))
             while len(self.held) > 1 and sum(t.tokens for t in self.held) - self.held[0].tokens >= fit.held_out_tokens:
                 self.held.popleft()
             return
         if trainer.started:
             loss = trainer.step(taps, gates)
+            self.steps, self.rows = self.steps + 1, self.rows + taps.tokens
             fit.metrics.add("probe_fit_steps", stage=self.index)
             if trainer.done % fit.log_every == 0:
                 self._report(float(loss))
             return
-        if self.moment_passes is None:
-            # Counted in passes, which are alike on all ranks; tokens need not be.
-            rows = torch.tensor([float(taps.tokens)], device=self.device)
-            all_sum([rows], fit.group)
-            self.moment_passes = max(1, -int(-fit.moment_tokens // max(1.0, float(rows))))
-        trainer.accumulate(taps, gates)
-        self.moment_passes -= 1
-        if self.moment_passes == 0:
+        # Summed at every pass: no pass tells how many rows the next one has, and all ranks must start at the same.
+        rows = trainer.accumulate(taps, gates)
+        all_sum([rows], fit.group)
+        self.gathered, self.moment_rows = self.gathered + 1, self.moment_rows + int(rows)
+        if self.moment_rows >= fit.moment_tokens:
             trainer.start(taps, gates)
+        elif fit.first_rank and self.gathered in FEW:
+            log.warning("probes from layer %d have not started: %d passes gave %d of moment_tokens=%d rows", self.layers[0].layer_number,
+                        self.gathered, self.moment_rows, fit.moment_tokens)
 
     def _report(self, loss: float) -> None:
         fit, done = self.fit, self.trainer.done
         fit.metrics.set("probe_fit_loss", loss, stage=self.index)
-        if self.held:
-            for h, values in self.recall().items():
-                fit.metrics.set("probe_fit_recall", sum(values) / max(1, len(values)), stage=self.index, horizon=h)
+        recall = {h: sum(values) / max(1, len(values)) for h, values in self.recall().items()}
+        for h, value in recall.items():
+            fit.metrics.set("probe_fit_recall", value, stage=self.index, horizon=h)
         if fit.first_rank:
             number = self.layers[0].layer_number
             log.info("probes from layer %d: step %d, loss %.4f", number, done, loss)
             if fit.watch is not None:
                 fit.watch.add_scalar(f"probes/loss_from_layer_{number}", loss, done)
-                for h in fit.config.horizons:
-                    recall = fit.metrics.value("probe_fit_recall", stage=self.index, horizon=h)
-                    fit.watch.add_scalar(f"probes/recall_h{h}_from_layer_{number}", recall, done)
+                for h, value in recall.items():
+                    fit.watch.add_scalar(f"probes/recall_h{h}_from_layer_{number}", value, done)
 
     def recall(self) -> dict[int, list[float]]:
         if not self.held or not self.trainer.started:
@@ -195,16 +200,26 @@ class Chunk:
         hits = self.trainer.hits(taps, gates)
         count = torch.tensor([taps.tokens * gates[0].top_k], dtype=torch.float64, device=self.device)
         all_sum([*hits, count], self.fit.group)
-        return {h.horizon: (x / count.clamp_min(1)).tolist() for h, x in zip(live, hits)}
+        if not count:
+            return {}
+        return {h.horizon: (x / count).tolist() for h, x in zip(live, hits)}
+
+    def total(self, *counts: int) -> list[int]:
+        """Over the ranks of the stage, all of which must ask."""
+        total = torch.tensor(counts, dtype=torch.float64, device=self.device)
+        all_sum([total], self.fit.group)
+        return [int(n) for n in total]
 
     def unready(self) -> str:
-        """Why there is nothing to judge yet; empty where there is."""
+        """Why there is nothing to judge yet; empty where there is. Sums over the stage: call it on every rank."""
         fit, faults = self.fit, []
         before = f" (the first {fit.after} were let go by, then one in {fit.every} was taken)" if fit.after or fit.every > 1 else ""
         seen = f"{self.passes} micro-batches gave {self.taken} passes{before}"
         if not self.trainer.started:
-            left = "" if self.moment_passes is None else f", {self.moment_passes} more passes like the first"
-            faults.append(f"the start has not got its moment_tokens={fit.moment_tokens}{left}")
+            faults.append(f"the start has got {self.moment_rows} rows of its moment_tokens={fit.moment_tokens}")
+        tokens, = self.total(sum(t.tokens for t in self.held))
+        if self.held and not tokens:
+            faults.append("what was kept back holds no tokens: padding, or values that are not finite")
         if not self.held:
             faults.append(f"none was kept back: the first to be is pass {fit.held_out_every} (held_out_every)")
         return f"{seen}; " + ", and ".join(faults) if faults else ""
@@ -213,6 +228,7 @@ class Chunk:
     def judged(self) -> list[tuple[int, dict[Any, Any]]]:
         """(layer number, what the whole model's probe needs of it) per layer, on the CPU: alike on all ranks of the stage."""
         gates, taps, out = self.gates(), StageTaps.join(list(self.held)), []
+        tokens, = self.total(taps.tokens)
         learnt = {h.horizon: self.trainer.learnt(h.horizon) for h in self.trainer.horizons}
         # Per layer and horizon: temperature and recall of the probe, the same of the stale gate.
         sums = torch.zeros(len(self.layers), len(HORIZONS), 4, dtype=torch.float64, device=self.device)
@@ -235,7 +251,7 @@ class Chunk:
         sums /= voters.clamp_min(1)
         sums[..., ::2] = sums[..., ::2].exp()
         for i, (spec, layer) in enumerate(zip(gates, self.layers)):
-            row: dict[str, Any] = {"gate": spec.to("cpu"), "figures": sums[i].cpu()}
+            row: dict[str, Any] = {"gate": spec.to("cpu"), "figures": sums[i].cpu(), "tokens": tokens}
             row |= {h: tuple(t.cpu() for t in mine) for h, rows in learnt.items() if (mine := rows[i]) is not None}
             out.append((layer.layer_number, row))
         return out

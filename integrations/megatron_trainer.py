@@ -40,6 +40,11 @@ class StageTaps:
     def take(self, index_T: torch.Tensor) -> StageTaps:
         return StageTaps(*(t.index_select(1, index_T) for t in (self.residual_LTD, self.moe_input_LTD, self.logits_LTE)))
 
+    def finite(self) -> StageTaps:
+        """The tokens all of whose values are finite."""
+        sound_T = torch.stack([t.isfinite().all(-1).all(0) for t in (self.residual_LTD, self.moe_input_LTD, self.logits_LTE)]).all(0)
+        return self.take(sound_T.nonzero().flatten())
+
     @staticmethod
     def join(parts: Sequence[StageTaps]) -> StageTaps:
         return StageTaps(*(torch.cat([getattr(t, k) for t in parts], 1) for k in StageTaps.__slots__))
@@ -174,10 +179,12 @@ class StageTrainer:
         return StageTaps(*(torch.where(sound, t, 0.0) for t in parts)), sound.float()
 
     @torch.no_grad()
-    def accumulate(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:
+    def accumulate(self, taps: StageTaps, gates: Sequence[GateSpec]) -> torch.Tensor:
+        """Add a pass to the moments; returns the rows that it added, [1] on the device."""
         taps, sound = self._sound(taps)
         for h, u, y, gate, _, _ in self._inputs(taps, gates):
             h.accumulate(u, y, gate, sound)
+        return sound.double().reshape(1) * taps.tokens
 
     @torch.no_grad()
     def start(self, taps: StageTaps, gates: Sequence[GateSpec]) -> None:

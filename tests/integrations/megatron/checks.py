@@ -228,7 +228,7 @@ class Checks:
         for rank in results("too_short"):
             assert {kind for kind, _ in (rank[k] for k in ("start", "held_out", "both", "dense_stage"))} == {"ShapeError"}
             start, held_out, both = (rank[k][1] for k in ("start", "held_out", "both"))
-            assert "moment_tokens=16384, 248 more passes" in start
+            assert "the start has got 512 rows of its moment_tokens=16384" in start
             assert "moment_tokens" not in held_out and "8 passes; none was kept back: the first to be is pass 50" in held_out
             assert "8 micro-batches gave 3 passes (the first 2 were let go by, then one in 2 was taken)" in both
             assert "moment_tokens" in both and "pass 50" in both
@@ -248,6 +248,18 @@ class Checks:
         assert found["taken"] == [20, 0, 0, 0]
         assert found["finite"]
         assert found["moved"]
+
+    def test_passes_of_any_size_lead_to_the_start_and_padding_judges_nothing(self, results: Results) -> None:
+        for rank in results("ragged"):
+            assert rank["started"] == [False] * 6 + [True] * 3, "by the rows that came, whatever the first pass had"
+            assert rank["horizons"] == [[0, 1, 2], []], "a recall of nothing"
+            assert rank["unjudged"][0] == "ShapeError"
+            assert "holds no tokens" in rank["unjudged"][1]
+            assert not rank["written"]
+            # 128 rows of one rank: the other kept back nothing but padding.
+            assert rank["judged"] == [128]
+            assert "1 steps of 128 tokens" in rank["card"]
+        assert [rank["told"] for rank in results("ragged")] == [2, 0], "nobody hears of a start that does not come"
 
     def test_process_groups_of_the_users_own(self, results: Results) -> None:
         for rank in results("own_groups"):

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.transformer.module import Float16Module
 
 from moe_prefetch.errors import MoEPrefetchError
-from moe_prefetch.integrations import megatron
+from moe_prefetch.integrations import megatron, megatron_cpu, megatron_stage
 from moe_prefetch.integrations.megatron import with_prefetch
 from moe_prefetch.integrations.megatron_fit import ProbeFit
 from moe_prefetch.probes.trainer import FitConfig
@@ -227,6 +228,39 @@ def too_short(folder: Path) -> Any:
         out[name] = refusal(lambda fit=fit: fit.save_pretrained(folder / "short"))  # type: ignore[misc]
         fit.close()
     return out | {"written": (folder / "short").exists()}
+
+
+@case(2)
+def ragged(folder: Path) -> Any:
+    """A first pass of two tokens, one of padding alone, then whole ones: the start comes by rows. What is kept back is padding on one rank,
+    then on both."""
+    harness.groups(ep=2)
+    megatron_cpu.seed(1)
+    told: list[str] = []
+    few, warning = megatron_stage.FEW, megatron_stage.log.warning
+    megatron_stage.FEW, megatron_stage.log.warning = (5,), lambda *words: told.append(str(words))
+    out: dict[str, Any] = {"horizons": []}
+    for both in (False, True):
+        model = harness.build(harness.config(**harness.sizes(ep=2), moe_token_dispatcher_type="alltoall"), with_prefetch)[0].train()
+        fit = ProbeFit(model, SMALL, tokens=64, moment_tokens=500, held_out_every=4)
+        out["started"] = []
+        for i in range(9):
+            length = 1 if i == 0 else harness.SEQUENCE
+            pad = torch.full((harness.MICRO_BATCH, length), i == 1 or (i % 4 == 3 and (both or dist.get_rank() == 0)))
+            ids = torch.randint(0, harness.VOCABULARY, pad.shape, generator=torch.Generator().manual_seed(i))
+            mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+            model(ids, torch.arange(length).expand(len(pad), -1), mask, padding_mask=pad)
+            out["started"].append(fit.chunks[0].trainer.started)
+        out["horizons"].append(sorted(fit.recall()))
+        if both:
+            out["unjudged"] = refusal(lambda fit=fit: fit.save_pretrained(folder / "never"))  # type: ignore[misc]
+        else:
+            fit.save_pretrained(folder / "ragged", force=True)
+            out["card"] = (folder / "ragged" / "README.md").read_text()
+            out["judged"] = sorted({int(row.split("|")[5]) for row in out["card"].splitlines() if row.startswith("| online")})
+        fit.close()
+    megatron_stage.FEW, megatron_stage.log.warning = few, warning
+    return out | {"told": len(told), "written": (folder / "never").exists()}
 
 
 @case(1)

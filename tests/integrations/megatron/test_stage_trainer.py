@@ -63,3 +63,20 @@ def test_a_start_whose_own_tokens_say_nothing(empty: str, whiten: bool) -> None:
     assert all(p.isfinite().all() for h in trainer.horizons for p in (*h.params.values(), h.stale_n, h.var_n))
     assert all(math.isfinite(x) for x in losses)
     assert sum(losses[-8:]) < sum(losses[1:9])
+
+
+def test_rows_that_are_counted_are_rows_that_were_used() -> None:
+    specs = gates()
+    t = step(specs, 200, 1).taps
+    taps = StageTaps(t.residual_LTD, t.moe_input_LTD, t.logits_LTE)
+    trainer = StageTrainer(L, E, D, specs[0].norm_eps, FitConfig(rank=4, linear=2), torch.device("cpu"), None, 0)
+    assert float(trainer.accumulate(taps, specs)) == 200
+    assert float(trainer.accumulate(taps.take(torch.zeros(0, dtype=torch.int64)), specs)) == 0
+    taps.moe_input_LTD[1, 3, 2] = float("nan")
+    taps.logits_LTE[0, 5] = float("-inf")
+    taps.residual_LTD[2, 9, 0] = float("inf")
+    assert float(trainer.accumulate(taps, specs)) == 0
+    kept = taps.finite()
+    assert kept.tokens == 197
+    assert float(trainer.accumulate(kept, specs)) == 197
+    assert float(trainer.horizons[0].moments["count"]) == 397
