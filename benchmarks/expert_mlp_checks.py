@@ -1,11 +1,11 @@
 """What only a GPU can show of the kernels over expert records; each line says ok, or what is wrong. Exit code 1 when anything is.
 
-usage: python benchmarks/expert_mlp_checks.py [--replays N] [--cases REGEX]      REGEX: of forms, `replays`, `host`, `peer`
+usage: python benchmarks/expert_mlp_checks.py [--replays N] [--cases REGEX]      REGEX: of forms, `replays <form>`, `host`, `peer`
 
 1. error against the law in FP64 for every model's form and 1 to 300 tokens;
 2. a token's bits do not depend on its neighbours, whatever the number of tokens (and so the width of tiles);
-3. captured graphs, of bf16 at few and at many tokens and of MXFP4 at one, a few and more, replayed with other ids (masked and repeated
-   ones among them), weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for
+3. captured graphs, of bf16 at few and at many tokens and of MXFP4 and FP8 at one, a few and more, replayed with other ids (masked and
+   repeated ones among them), weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for
    anything;
 4. local memory, page-locked host memory and, with two GPUs, the other GPU's memory give the same bits;
 5. bytes between records stay as they were.
@@ -35,11 +35,12 @@ SMALL = {
     "mxfp4": Model(Form("mxfp4", 160, 96, "bfloat16"), 16, 4, limit=7.0),
 }
 MXFP4 = Model(Form("mxfp4", 672, 480, "bfloat16"), 24, 4, limit=7.0)
+FP8 = Model(Form("fp8", 656, 480, "", "bfloat16", 128), 24, 4)
 MANY = Model(Form("bfloat16", 512, 1032), 6, 3)
 # One token: rows wide enough for the kernels of its own (`fused_token.py`), and not.
 ONE = Model(Form("mxfp4", 672, 1568, "bfloat16"), 24, 4, limit=7.0)
 REPLAYED = (("bf16", Model(Form("bfloat16", 512, 384), 24, 4), 9), ("bf16", MANY, 700), ("mxfp4 wide", ONE, 1), ("mxfp4", MXFP4, 1),
-            ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40))
+            ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40), ("fp8", FP8, 1), ("fp8", FP8, 5), ("fp8", FP8, 40))
 FAULTS: list[str] = []
 
 
@@ -142,8 +143,8 @@ def main() -> int:
         if re.search(a.cases, name):
             errors_and_neighbours(name, model)
             torch.cuda.empty_cache()
-    if re.search(a.cases, "replays"):
-        for name, model, tokens in REPLAYED:
+    for name, model, tokens in REPLAYED:
+        if re.search(a.cases, f"replays {name}"):
             replays(a.replays, name, model, tokens)
     for home in ["host"] + ["peer"] * (torch.cuda.device_count() > 1):
         if re.search(a.cases, home):
