@@ -5,8 +5,8 @@ usage: python benchmarks/expert_mlp_checks.py [--replays N] [--cases REGEX]     
 1. error against the law in FP64 for every model's form and 1 to 300 tokens;
 2. a token's bits do not depend on its neighbours, whatever the number of tokens (and so the width of tiles);
 3. captured graphs, of bf16 at few and at many tokens and of MXFP4 and FP8 at one, a few and more, replayed with other ids (masked and
-   repeated ones among them), weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not asked for
-   anything;
+   repeated ones among them), weights, hidden states and table entries (homes and copies), give eager's bits, and the allocator is not
+   asked for anything;
 4. local memory, page-locked host memory and, with two GPUs, the other GPU's memory give the same bits;
 5. bytes between records stay as they were.
 `compute-sanitizer --tool memcheck python benchmarks/expert_mlp_checks.py --replays 3 --cases 'mxfp4|bf16 bias|replays'` is the sixth.
