@@ -118,15 +118,30 @@ def sha256_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return h.hexdigest()
 
 
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """The system's errors of writing name no file; `path` is meant."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is not None and e.filename is None:
+            e.filename = str(path)
+        raise
+
+
 @contextmanager
 def atomic_file(path: Path, runtime: Runtime = REAL) -> Iterator[BinaryIO]:
     """Write `path` through a temporary file in its folder; it appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    tmp = _beside(path)
     try:
         # Not mkstemp: its files can be read by nobody else, whatever the user's umask says.
-        with open(tmp, "xb") as f:
+        with _naming(path), open(tmp, "xb") as f:
             yield f
             f.flush()
             runtime.fsync(f.fileno())
@@ -173,19 +188,51 @@ def _locked(fd: int, runtime: Runtime) -> bool:
         raise
 
 
+def write_together(files: Mapping[Path, bytes], runtime: Runtime = REAL) -> None:
+    """Write files that belong together: all of them whole beside their places, then renamed one after the other, in order. A full drive, or
+    an end while bytes are written, leaves what was there; a reader between two renames sees two generations, which a digest tells it."""
+    ready: list[tuple[Path, Path]] = []
+    try:
+        for path, data in ((Path(p), d) for p, d in files.items()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ready.append((_beside(path), path))
+            with _naming(path), open(ready[-1][0], "xb") as f:
+                runtime.write(f.fileno(), data)
+                runtime.fsync(f.fileno())
+        for tmp, path in ready:
+            runtime.replace(tmp, path)
+    except BaseException:
+        for tmp, _ in ready:
+            tmp.unlink(missing_ok=True)
+        raise
+    for folder in dict.fromkeys(path.parent for _, path in ready):
+        sync_folder(folder, runtime)
+
+
 def write_text(path: Path, text: str, runtime: Runtime = REAL) -> None:
     with atomic_file(path, runtime) as f:
         f.write(text.encode("utf-8"))
 
 
+def json_bytes(value: Any) -> bytes:
+    """Sorted, NaN refused."""
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode("utf-8")
+
+
 def write_json(path: Path, value: Any, runtime: Runtime = REAL) -> None:
     """Atomic, sorted, NaN refused."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n", runtime)
+    with atomic_file(path, runtime) as f:
+        f.write(json_bytes(value))
+
+
+def tensors_bytes(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] | None = None) -> bytes:
+    """A safetensors file."""
+    return save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=dict(meta or {}))
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] | None = None, runtime: Runtime = REAL) -> None:
     """Atomic safetensors file."""
-    data = save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=dict(meta or {}))
+    data = tensors_bytes(tensors, meta)
     with atomic_file(path, runtime) as f:
         runtime.write(f.fileno(), data)
 

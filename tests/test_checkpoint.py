@@ -27,6 +27,7 @@ from moe_prefetch.checkpoint import (
     sha256_file,
     sha256_tensors,
     write_json,
+    write_together,
 )
 from moe_prefetch.errors import ArtefactError, DeadlineError
 from moe_prefetch.runtime import REAL
@@ -67,6 +68,19 @@ def test_every_io_fault_leaves_old_or_new(tmp_path, door, code):
     else:
         raise AssertionError(f"{door} never ran out of calls")
     assert nth > 1
+
+
+@pytest.mark.parametrize("door", ["fsync", "write"])
+def test_files_that_belong_together_are_written_before_any_is_replaced(tmp_path, door):
+    files = {tmp_path / name: name.encode() * 1000 for name in ("a", "b", "c")}
+    write_together({p: b"old" for p in files})
+    for nth in range(1, 4):
+        with pytest.raises(OSError, match="No space left") as e:
+            write_together(files, FaultyRuntime(door, nth, lambda: OSError(28, os.strerror(28))))
+        assert e.value.filename == str(tmp_path / "abc"[nth - 1])
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == dict.fromkeys("abc", b"old")
+    write_together(files)
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == files
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, write_json
+from ..checkpoint import json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ShapeError
 from ..kernels.kv_encode.records import Book, book_shares, neutral_book
 from ..runtime import REAL, Runtime
@@ -80,23 +81,20 @@ class OutlierStats:
     keys: dict[int, str] = field(default_factory=dict)
 
     def save(self, path: Path, runtime: Runtime = REAL) -> None:
-        """Write `<path>/stats.safetensors` and `<path>/manifest.json`, atomically, the manifest last."""
+        """Write `<path>/stats.safetensors` and `<path>/manifest.json` together (`checkpoint.write_together`)."""
         path = Path(path)
         tensors = {f"{n}.{m}": torch.tensor(getattr(s, m), dtype=torch.float64) for n, s in self.layers.items() for m in _MOMENTS}
         tensors |= {f"{n}.{m}": t for n, s in self.layers.items() if s.axes for m, t in s.axes._asdict().items()}
-        save_tensors(path / "stats.safetensors", tensors, runtime=runtime)
-        write_json(
-            path / "manifest.json",
-            {
-                "kind": "kv-calibration",
-                "version": STATS_VERSION,
-                "tokens": {str(n): s.tokens for n, s in self.layers.items()},
-                # null: the key projection was not found, any model's is taken for it.
-                "keys": {str(n): self.keys.get(n) for n in self.layers},
-                "sha256": sha256_file(path / "stats.safetensors"),
-            },
-            runtime,
-        )
+        data = tensors_bytes(tensors)
+        manifest = {
+            "kind": "kv-calibration",
+            "version": STATS_VERSION,
+            "tokens": {str(n): s.tokens for n, s in self.layers.items()},
+            # null: the key projection was not found, any model's is taken for it.
+            "keys": {str(n): self.keys.get(n) for n in self.layers},
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        write_together({path / "stats.safetensors": data, path / "manifest.json": json_bytes(manifest)}, runtime)
 
     @classmethod
     def load(cls, path: Path) -> OutlierStats:

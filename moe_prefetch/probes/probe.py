@@ -18,6 +18,7 @@ routing prediction (arXiv 2511.10676); RMSNorm arXiv 1910.07467; group-limited s
 """
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..checkpoint import contained, load_tensors, read_json, save_tensors, sha256_file, write_json, write_text
+from ..checkpoint import contained, json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ProbeMismatchError, ShapeError, UnsupportedModelError
 from ..kernels.probe_topk.naive import TapWeights, pack
 from ..types import PROB_ONE
@@ -221,8 +222,8 @@ class RoutingProbe:
 
     # store -----------------------------------------------------------------------------------------------------------
     def save_pretrained(self, folder: Path | str, *, card: str = "", extra: dict[str, Any] | None = None) -> None:
-        """Write config.json, model.safetensors and README.md. The weights go first and the config, which names their hash, last: a folder
-        interrupted half way is refused by `from_pretrained`, never half used. `extra` must be JSON."""
+        """Write config.json, model.safetensors and README.md together (`checkpoint.write_together`): the config, which names the weights'
+        hash, last, so that no mixture is ever used. `extra` must be JSON."""
         folder = Path(folder)
         tensors: dict[str, torch.Tensor] = {}
         used: dict[str, list[int]] = {}
@@ -241,12 +242,14 @@ class RoutingProbe:
             _pack(f"h{h}.up", r.up_LER[h:], tensors)
             tensors[f"h{h}.out"], tensors[f"h{h}.temperature"] = r.out_LE[h:].float(), r.temperature_L[h:].float()
             used[str(h)] = [i for i, u in enumerate(r.used_L) if u]
-        save_tensors(folder / "model.safetensors", tensors, {"format": "moe_prefetch.probe"})
-        write_text(folder / "README.md", card or "# Routing probe\n\nNo figures were recorded for this probe.\n")
-        write_json(folder / "config.json", {
+        data = tensors_bytes(tensors, {"format": "moe_prefetch.probe"})
+        config = {
             "format": "moe_prefetch.probe", "version": VERSION, "layers": self.layers, "experts": self.experts,
             "hidden": self.gates[0].hidden, "top_k": self.top_k, "horizons": shapes, "used": used,
-            "gate_hash": gate_hash(self.gates), "weights_sha256": sha256_file(folder / "model.safetensors"), "extra": extra or {}})
+            "gate_hash": gate_hash(self.gates), "weights_sha256": hashlib.sha256(data).hexdigest(), "extra": extra or {}}
+        text = card or "# Routing probe\n\nNo figures were recorded for this probe.\n"
+        files = {"model.safetensors": data, "README.md": text.encode("utf-8"), "config.json": json_bytes(config)}
+        write_together({folder / name: content for name, content in files.items()})
 
     @classmethod
     def from_pretrained(cls, folder: Path | str, gates: Sequence[GateSpec]) -> RoutingProbe:
