@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules import module as every
 
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.integrations.watch import Watch, beside
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
@@ -33,8 +33,6 @@ SCALES = (1e-3, 0.03, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1e3, 1e4, 1e6)
 
 def why_not(expert: nn.Module) -> str:
     """What a module has, or is, that the formula leaves out; empty: nothing, as far as can be seen without running it."""
-    if every._global_forward_hooks or every._global_forward_pre_hooks:
-        return "every module has hooks"
     if (nn.Linear.forward.__module__, nn.Linear.forward.__qualname__) != (nn.Linear.__module__, "Linear.forward"):
         return "nn.Linear.forward is not torch's own"
     for name in PROJECTIONS:
@@ -48,13 +46,7 @@ def why_not(expert: nn.Module) -> str:
     more = {n for n, _ in expert.named_parameters(remove_duplicate=False)} - {f"{n}.weight" for n in PROJECTIONS}
     if more:
         return f"it has other parameters: {', '.join(sorted(more))}"
-    for path, module in expert.named_modules():
-        whose = f"its {path}" if path else "it"
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
-            return f"{whose} has hooks"
-        if "forward" in vars(module):
-            return f"{whose} has a forward of its own, set on the instance"
-    return ""
+    return beside(expert)
 
 
 class _Trial:
@@ -153,25 +145,17 @@ class Formula:
 
 
 class _Served:
-    """What must stay as it is while a layer is served; asked at each of its steps, so without a walk over its modules."""
+    """What must stay as it was while a layer is served."""
 
     def __init__(self, experts: Sequence[nn.Module], unsteady: list[nn.Module]) -> None:
-        self._experts, self._unsteady = experts, [m for e in unsteady for m in e.modules()]
-        modules = [m for e in experts for m in e.modules()]
-        self._hooks = [every._global_forward_hooks, every._global_forward_pre_hooks]
-        self._hooks += [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
-        self._own = [vars(m) for m in modules]
-        self._slots = [(e._modules, name, e._modules[name]) for e in experts for name in PROJECTIONS]
+        self._experts, self._unsteady, self._watch = experts, [m for e in unsteady for m in e.modules()], Watch(experts)
 
     def check(self, layer: int) -> None:
         if any(m.training for m in self._unsteady):
             raise SessionError("its experts compute something else in training", where=f"MoE layer {layer}", expected="evaluation",
                                do="call eval() on the model, or detach")
-        same = all(slots.get(name) is module for slots, name, module in self._slots)
-        if same and not any(self._hooks) and not any("forward" in own for own in self._own):
-            return
-        for e, expert in enumerate(self._experts):
-            if why := why_not(expert):
-                raise SessionError(f"{why} since it was attached", where=f"MoE layer {layer}, expert {e}",
-                                   expected="experts as they were: served ones are not called", do="undo it, or detach first")
-        raise SessionError("its experts were replaced since it was attached", where=f"MoE layer {layer}", do="undo it, or detach first")
+        if not self._watch.unchanged():
+            found = ((e, why_not(expert)) for e, expert in enumerate(self._experts))
+            e, why = next((f for f in found if f[1]), (0, "modules of its experts were replaced"))
+            raise SessionError(f"{why} since it was attached", where=f"MoE layer {layer}, expert {e}",
+                               expected="experts as they were: served ones are not called", do="undo it, or detach first")

@@ -28,6 +28,7 @@ from moe_prefetch.kernels.expert_mlp.op import expert_mlp
 from moe_prefetch.kernels.expert_mlp.record import Form, RecordLayout
 
 from .megatron import chunks_of
+from .watch import Watch, beside
 
 
 def serve_experts(model: nn.Module | Sequence[nn.Module], modes: Mapping[int, Mode] | None = None, *, deterministic: bool = False,
@@ -42,34 +43,79 @@ def serve_experts(model: nn.Module | Sequence[nn.Module], modes: Mapping[int, Mo
     return ServedExperts(model, {64: "gather"} if modes is None else modes, deterministic, deadline, attach_deadline)
 
 
+# Where a class must come from for its `forward` to be known: Megatron's own linear layers, or Transformer Engine's.
+KNOWN = ("megatron.core.", "transformer_engine.")
+# What only lists modules, and is never called.
+LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _settings(config: Any) -> list[str]:
+    """What a configuration says of experts beyond SwiGLU, or against it."""
+    said = {"moe_latent_size": getattr(config, "moe_latent_size", None), "add_bias_linear": config.add_bias_linear,
+            "moe_apply_probs_on_input": config.moe_apply_probs_on_input, "fp8": getattr(config, "fp8", None),
+            "fp4": getattr(config, "fp4", None), "glu_linear_offset": getattr(config, "glu_linear_offset", None),
+            "moe_mlp_glu_interleave_size": getattr(config, "moe_mlp_glu_interleave_size", None)}
+    wrong = [f"{k} is {v}" for k, v in said.items() if v]
+    if (clamp := getattr(config, "activation_func_clamp_value", None)) is not None:
+        wrong.append(f"activation_func_clamp_value is {clamp}")
+    if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
+        wrong.append("its activation is no SwiGLU")
+    return wrong
+
+
+def _left_out(experts: nn.Module) -> str:
+    """What a call of these modules would do that is left out where they are not called; the first thing found, or empty."""
+    if why := beside(experts):
+        return why
+    for path, module in experts.named_modules():
+        whose, kind, act = f"its {path}" if path else "it", type(module), getattr(module, "activation_func", None)
+        foreign = [x for x in (kind.__module__, kind.forward.__module__) if not x.startswith(KNOWN)]
+        if foreign and kind not in LISTS:
+            return f"{whose} is {kind.__name__}, whose forward is of {foreign[0]}"
+        if not isinstance(act, nn.Module) and act not in (None, torch.nn.functional.silu):
+            return f"{whose} has another activation"
+    return ""
+
+
+def _matrices(moe: MoELayer) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """(first and second matrix of each of this rank's experts, what is wrong with them)."""
+    experts = moe.experts
+    if hasattr(experts, "local_experts"):
+        pairs = [[getattr(getattr(e, fc, None), "weight", None) for fc in ("linear_fc1", "linear_fc2")] for e in experts.local_experts]
+    elif all(hasattr(getattr(experts, fc, None), "weight0") for fc in ("linear_fc1", "linear_fc2")):
+        # Transformer Engine's grouped linear layers: a parameter for each expert.
+        pairs = [[getattr(getattr(experts, fc), f"weight{i}", None) for fc in ("linear_fc1", "linear_fc2")]
+                 for i in range(moe.num_local_experts)]
+    else:
+        return [], [f"its experts are {type(experts).__name__}"]
+    found = [w for pair in pairs for w in pair]
+    wrong = []
+    # A subclass of Tensor (quantised, distributed) has no bytes that a record could hold.
+    if any(type(w) is not nn.Parameter or type(w.data) is not torch.Tensor or not w.is_floating_point() for w in found):
+        wrong.append("its expert weights are not plain parameters")
+    known = {id(w) for w in found}
+    if more := [n for n, p in experts.named_parameters() if id(p) not in known]:
+        wrong.append(f"it has other parameters: {more[0]}{f' and {len(more) - 1} more' if more[1:] else ''}")
+    return [(fc1, fc2) for fc1, fc2 in pairs], wrong
+
+
 def weights_of(moe: MoELayer) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """This rank's experts: ([2 F, D], gate rows first; [D, F]) of each. Raises UnsupportedModelError."""
     config, experts = moe.config, moe.experts
-    said = {"moe_latent_size": getattr(config, "moe_latent_size", None), "add_bias_linear": config.add_bias_linear,
-            "moe_apply_probs_on_input": config.moe_apply_probs_on_input, "fp8": getattr(config, "fp8", None),
-            "activation_func_clamp_value": getattr(config, "activation_func_clamp_value", None),
-            "glu_linear_offset": getattr(config, "glu_linear_offset", None),
-            "moe_mlp_glu_interleave_size": getattr(config, "moe_mlp_glu_interleave_size", None)}
-    wrong = [f"{k} is {v}" for k, v in said.items() if v]
+    # Megatron gives its experts copies of the layer's configuration.
+    configs = {id(c): c for c in (config, *(m.config for m in experts.modules() if hasattr(m, "config")))}
+    found, wrong = _matrices(moe)
+    wrong += [x for c in configs.values() for x in _settings(c)] + [x for x in (_left_out(experts),) if x]
     if hasattr(moe, "_inference_token_dispatcher"):
         wrong.append("transformer_impl inference_optimized puts a dispatcher of its own in place at every pass")
     if getattr(moe, "use_shared_expert", False) and config.moe_shared_expert_overlap and config.tensor_model_parallel_size > 1:
         wrong.append("moe_shared_expert_overlap under tensor parallelism leaves the shared expert's sum to Megatron's dispatcher")
-    if not config.gated_linear_unit or config.activation_func is not torch.nn.functional.silu:
-        wrong.append("its activation is no SwiGLU")
     if getattr(experts, "tp_group", None) is not None and experts.tp_group.size() > 1:
         wrong.append("its experts are split over ranks")
-    if hasattr(experts, "local_experts"):
-        found = [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
-    elif all(hasattr(getattr(experts, fc, None), "weight0") for fc in ("linear_fc1", "linear_fc2")):
-        # Transformer Engine's grouped linear layers: a parameter for each expert.
-        found = [(getattr(experts.linear_fc1, f"weight{i}"), getattr(experts.linear_fc2, f"weight{i}"))
-                 for i in range(moe.num_local_experts)]
-    else:
-        found, wrong = [], [*wrong, f"its experts are {type(experts).__name__}"]
     if wrong:
-        raise UnsupportedModelError("; ".join(wrong), where=f"MoE layer {moe.layer_number}",
-                                    expected="SwiGLU experts without bias, whole on one rank: SequentialMLP or TEGroupedMLP",
+        raise UnsupportedModelError("; ".join(dict.fromkeys(wrong)), where=f"MoE layer {moe.layer_number}",
+                                    expected="SwiGLU experts without bias, hooks and adapters, whole on one rank: SequentialMLP or "
+                                             "TEGroupedMLP",
                                     do="serve this model by Megatron's own dispatcher")
     return found
 
@@ -167,6 +213,7 @@ class ServedExperts:
             moe.experts.forward = _done
             # Its own step for them is left out then: the dispatcher adds them.
             moe.shared_expert_overlap = moe.use_shared_expert
+        self._watch = Watch(moe.experts for moe in self._layers)
 
     def _table(self, weights: list[list[tuple[nn.Parameter, nn.Parameter]]], layout: RecordLayout, device: torch.device) -> None:
         with torch.no_grad():
@@ -193,13 +240,25 @@ class ServedExperts:
             if any(moe.token_dispatcher._flight is not None for moe in self._layers):
                 raise SessionError("a forward pass broke off", where="serve_experts", expected="passes that end on every rank",
                                    do="close it and call serve_experts again, on every rank")
+            self._unchanged()
             size = self.size or self._only
             self._now = self.dispatches[self.steps.next(tokens).size if size is None else size]
         return self._now
 
+    def _unchanged(self) -> None:
+        if self._watch.unchanged():
+            return
+        # The modules within: the layer's own has our `forward`.
+        found = ((m.layer_number, _left_out(x)) for m in self._layers for x in m.experts.children())
+        layer, why = next((f for f in found if f[1]), ("?", "hooks, or modules that were replaced"))
+        raise SessionError(f"experts were changed while they are served: {why}", where=f"MoE layer {layer}",
+                           expected="experts as they were: served ones are not called", do="undo it, or close it first, on every rank")
+
     def check(self) -> None:
         """Between passes: raises PeerError where a device found that a rank did not come (see `Dispatch.check`), SessionError where a
-        weight lies elsewhere than when it was served: what is written into weights is seen, another tensor in their place is not."""
+        weight lies elsewhere than when it was served (what is written into weights is seen, another tensor in their place is not), or where
+        experts got hooks, adapters or a `forward`, as each pass asks, too."""
+        self._unchanged()
         if any(weight.data_ptr() != address for weight, address in self._views):
             raise SessionError("weights of experts were put elsewhere", where="serve_experts", expected="values copied into the weights",
                                do="close it, load without assign=True, and call serve_experts again")

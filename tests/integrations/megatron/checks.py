@@ -138,10 +138,22 @@ class Checks:
 
     def test_experts_that_no_kernel_computes_are_refused(self, results: Results) -> None:
         (said,) = results("serve_refuses")
-        assert "no SwiGLU" in said["gelu"] and "add_bias_linear is True" in said["bias"] and "SimpleNamespace" in said["other"]
+        assert "no SwiGLU" in said["gelu"] and "add_bias_linear is True" in said["bias"] and "experts are Grouped" in said["other"]
         assert "activation_func_clamp_value is 1.0" in said["clamp"] and "glu_linear_offset is 1.0" in said["offset"]
         assert "moe_mlp_glu_interleave_size is 2" in said["moe_mlp_glu_interleave_size"]
         assert "inference_optimized" in said["_inference_token_dispatcher"] and said["grouped"]
+
+    def test_whatever_else_an_expert_does_is_refused(self, results: Results) -> None:
+        (said,) = results("serve_leaves_nothing_out")
+        for name, word in said["words"].items():
+            layer = 1 if name in ("patched class", "every module") else 2
+            assert said[name].startswith("UnsupportedModelError"), (name, said[name])
+            assert word in said[name] and f"[MoE layer {layer}]" in said[name], (name, said[name])
+        assert "it has a forward of its own" in said["own"] and said["kept"] and said["again"] and said["restored"]
+        for name, word in {"hook": "1 has hooks", "forward": "1.linear_fc1 has a forward", "adapter": "1.linear_fc1 is Adapter",
+                           "outside": "every module has hooks"}.items():
+            for text in said["later"][name]:
+                assert text.startswith("SessionError: experts were changed") and word in text, (name, text)
 
     def test_weights_in_a_buffer_come_back_and_a_broken_pass_says_so(self, results: Results) -> None:
         (said,) = results("serve_refuses")

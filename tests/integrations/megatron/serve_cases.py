@@ -1,12 +1,14 @@
 """A model's MoE layers served by our dispatch, beside Megatron's own dispatchers: what every rank returns is asserted in `checks`."""
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.nn.utils import parametrize
 
 from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.integrations import megatron_cpu
@@ -114,6 +116,123 @@ def lent_and_broken() -> dict[str, Any]:
     return {"lent": back and all(torch.equal(w, x) for w, x in zip(weights, want, strict=True)), "broken": broken, "elsewhere": moved_on}
 
 
+class Adapter(torch.nn.Module):
+    """As a LoRA library wraps a linear layer; `weight` for those who look no closer."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.more = base, torch.nn.Linear(base.weight.shape[1], base.weight.shape[0], bias=False)
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, bias = self.base(x)
+        return out + self.more(x), bias
+
+
+class Coded(torch.Tensor):
+    """Stands for a quantised weight."""
+
+
+class Halved(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def halved(e: Any) -> None:
+    parametrize.register_parametrization(e.linear_fc2, "weight", Halved())
+
+
+def doubled(module: Any) -> None:
+    was = module.forward
+    module.forward = lambda *args: tuple(x if x is None else x * 2 for x in was(*args))
+
+
+def clamped(e: Any) -> None:
+    e.config = copy.deepcopy(e.config)
+    e.config.activation_func_clamp_value = 0.0
+
+
+def subclass(e: Any) -> None:
+    e.__class__ = type("MyMLP", (type(e),), {})
+
+
+def patched(e: Any) -> Any:
+    was = type(e).forward
+    type(e).forward = lambda self, *args: was(self, *args)
+    return lambda: setattr(type(e), "forward", was)
+
+
+# Name: (what is done to one expert, a word of what is said)
+LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "hook": (lambda e: e.register_forward_hook(lambda m, a, o: (o[0] * 2, o[1])).remove, "its local_experts.1 has hooks"),
+    "hook of a layer": (lambda e: e.linear_fc2.register_forward_pre_hook(lambda m, a: None).remove, "local_experts.1.linear_fc2 has hooks"),
+    "adapter": (lambda e: setattr(e, "linear_fc1", Adapter(e.linear_fc1)), "other parameters: local_experts.1.linear_fc1.more"),
+    "forward": (doubled, "its local_experts.1 has a forward of its own"),
+    "forward of a layer": (lambda e: doubled(e.linear_fc1), "its local_experts.1.linear_fc1 has a forward"),
+    "subclass": (subclass, "its local_experts.1 is MyMLP"),
+    "activation": (lambda e: setattr(e, "activation_func", torch.nn.functional.gelu), "its local_experts.1 has another activation"),
+    "its own configuration": (clamped, "activation_func_clamp_value is 0.0"),
+    "parametrization": (halved, "not plain parameters"),
+    "quantised": (lambda e: setattr(e.linear_fc2, "weight", torch.nn.Parameter(e.linear_fc2.weight.data.as_subclass(Coded))),
+                  "not plain parameters"),
+    "patched class": (patched, "its local_experts.0 is MLP, whose forward is of tests"),
+    "every module": (lambda e: torch.nn.modules.module.register_module_forward_hook(lambda m, a, o: None).remove, "every module has hooks"),
+}
+
+
+def expert_of(model: Any) -> Any:
+    return [m for m in model.modules() if type(m).__name__ == "MoELayer"][1].experts.local_experts[1]
+
+
+@case(1)
+def serve_leaves_nothing_out(folder: Path) -> dict[str, Any]:
+    """What one expert does beside SwiGLU is refused, before and while it is served."""
+    said = {}
+    for name, (change, _) in LEFT_OUT.items():
+        model = model_of()
+        undo = change(expert_of(model))
+        try:
+            said[name] = refusal(lambda: serve_experts(model))  # noqa: B023
+        finally:
+            if callable(undo):
+                undo()
+    model = model_of()
+    experts = [m for m in model.modules() if type(m).__name__ == "MoELayer"][1].experts
+    doubled(experts)
+    own, said["own"] = experts.forward, refusal(lambda: serve_experts(model))
+    said["kept"] = experts.forward is own
+    model, later = model_of(), {}
+    want, expert = run(model, 1), expert_of(model)
+    with serve_experts(model, deadline=20.0) as serving:
+        got = run(model, 1)
+        for name, do, undo in (
+                ("hook", lambda: expert.register_forward_hook(lambda m, a, o: None), lambda h: h.remove()),
+                ("forward", lambda: doubled(expert.linear_fc1), lambda _: delattr(expert.linear_fc1, "forward")),
+                ("adapter", lambda: setattr(expert, "linear_fc1", Adapter(expert.linear_fc1)),
+                 lambda _: setattr(expert, "linear_fc1", expert.linear_fc1.base)),
+                ("outside", lambda: torch.nn.modules.module.register_module_forward_hook(lambda m, a, o: None), lambda h: h.remove())):
+            made = do()
+            later[name] = [refusal(lambda: run(model, 1)), refusal(serving.check)]
+            undo(made)
+        said["again"] = torch.equal(run(model, 1), got) and off(got, want) < 1e-5
+    words = {name: word for name, (_, word) in LEFT_OUT.items()}
+    return said | {"words": words, "later": later, "restored": torch.equal(run(model, 1), want)}
+
+
+class Grouped(torch.nn.Module):
+    """Stands for modules of Transformer Engine, which is not here."""
+
+    __module__ = "transformer_engine.pytorch"
+
+    def forward(self) -> None:
+        """Never called."""
+
+    forward.__module__ = "transformer_engine.pytorch"
+
+
 @case(1)
 def serve_refuses(folder: Path) -> dict[str, Any]:
     """Experts that our kernel does not compute; and how Transformer Engine's grouped layers carry theirs."""
@@ -127,9 +246,11 @@ def serve_refuses(folder: Path) -> dict[str, Any]:
     said |= lent_and_broken()
     (moe,) = [m for m in model_of().modules() if type(m).__name__ == "MoELayer"][:1]
     plain = weights_of(moe)
-    fcs = [SimpleNamespace(**{f"weight{i}": pair[n] for i, pair in enumerate(plain)}) for n in range(2)]
-    grouped = SimpleNamespace(config=moe.config, layer_number=1, num_local_experts=moe.num_local_experts,
-                              experts=SimpleNamespace(linear_fc1=fcs[0], linear_fc2=fcs[1]))
+    grouped = SimpleNamespace(config=moe.config, layer_number=1, num_local_experts=moe.num_local_experts, experts=Grouped())
+    for n, name in enumerate(("linear_fc1", "linear_fc2")):
+        setattr(grouped.experts, name, Grouped())
+        for i, pair in enumerate(plain):
+            setattr(getattr(grouped.experts, name), f"weight{i}", pair[n])
     said["grouped"] = all(a is b for x, y in zip(weights_of(grouped), plain, strict=True) for a, b in zip(x, y, strict=True))  # type: ignore[arg-type]
     for key, value in (("moe_mlp_glu_interleave_size", 2), ("_inference_token_dispatcher", None)):
         odd = SimpleNamespace(**vars(grouped))
@@ -138,6 +259,6 @@ def serve_refuses(folder: Path) -> dict[str, Any]:
         else:
             odd.config = SimpleNamespace(**{**vars(moe.config), key: value})
         said[key] = refusal(lambda: weights_of(odd))  # type: ignore[arg-type]  # noqa: B023
-    grouped.experts = SimpleNamespace()
+    grouped.experts = Grouped()
     said["other"] = refusal(lambda: weights_of(grouped))  # type: ignore[arg-type]
     return said
