@@ -29,6 +29,7 @@ from moe_prefetch.metrics import Metrics
 from moe_prefetch.probes.fit import Report, Scalars, card
 from moe_prefetch.probes.probe import RoutingProbe
 from moe_prefetch.probes.targets import FitConfig
+from moe_prefetch.probes.trainer import check_gates
 
 from .megatron import chunks_of, gate, moe_layers
 from .megatron_places import Places, assemble
@@ -72,8 +73,8 @@ class ProbeFit:
         if some is None:
             raise UnsupportedModelError("this is no Megatron model with transformer layers", where="ProbeFit", do="pass the GPTModel")
         self._layers = [layer for chunk in layers for layer in chunk]
-        for layer in self._layers:
-            gate(layer)
+        if self._layers:
+            check_gates([gate(layer) for layer in self._layers])
         self._check_free()
         if config is None:
             config = FitConfig(rank=32, linear=16, whiten=some.config.hidden_size <= 1024)

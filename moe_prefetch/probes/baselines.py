@@ -30,10 +30,16 @@ class Routing:
         if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < self.experts):
             raise ShapeError(f"expert ids from {int(ids.min())} to {int(ids.max())}", where="Routing", expected=f"0 to {self.experts - 1}",
                              do="the trace is damaged or belongs to another model")
+        if ids.shape[2] > 1 and bool((ids.sort(2).values.diff(dim=2) == 0).any()):
+            raise ShapeError("a token has the same expert twice", where="Routing", expected="a router's top-k", do="the trace is damaged")
 
     @staticmethod
     def from_lengths(ids_TLK: torch.Tensor, lengths: torch.Tensor, experts: int) -> Routing:
-        """`lengths` are the tokens of each sequence in order; they must add up to T. Raises ShapeError."""
+        """`lengths` are the tokens of each sequence in order; they must add up to T, which is not 0. Raises ShapeError."""
+        for name, t, dim in (("ids", ids_TLK, 3), ("lengths", lengths, 1)):
+            if t.dim() != dim or not t.numel() or t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+                raise ShapeError(f"{name} are {t.dtype} {tuple(t.shape)}", where="Routing", expected=f"whole numbers in {dim} dimensions",
+                                 do="check what wrote the trace")
         start = torch.zeros(ids_TLK.shape[0], dtype=torch.bool)
         ends = lengths.long().cumsum(0)
         if bool((lengths <= 0).any()) or int(ends[-1]) != ids_TLK.shape[0]:

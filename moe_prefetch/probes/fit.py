@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import load_tensors, read_json, save_tensors, sha256_file, write_json
+from ..checkpoint import exclusive, load_tensors, read_json, save_tensors, sha256_file, write_json
 from ..errors import ArtefactError, ConfigError, MoEPrefetchError, ReleaseError, SessionError, ShapeError
 from ..runtime import REAL, Runtime
 from . import metrics
@@ -78,8 +79,8 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
 
     Under torch.distributed every rank is given the same, takes its share of the shards, and returns once rank 0 has written.
 
-    Raises ReleaseError (nothing written to `out`), ShapeError, ArtefactError (a damaged shard is named), SessionError (another rank met
-    an error, or sees other data).
+    Raises ReleaseError (nothing written to `out`), ShapeError, ArtefactError (a damaged shard is named), DeadlineError (another process
+    fits into `out`), SessionError (another rank met an error, or sees other data), UnsupportedModelError (nothing to forecast).
     """
     wanted, out = config or FitConfig(), Path(out)
     if not held_out:
@@ -91,51 +92,56 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
     trainer = Trainer(gates, config, device)
     state = _State(out / "fit-state", wanted, gates, train, held_out, runtime)
     held_out = _judges(trainer, held_out)
+    trainer.check(train.shard(0).taps)
     past_eps = gates[0].norm_eps if config.past else None
-    error, found = None, (0, -1.0, 0, {})
-    try:
-        found = state.load(trainer)
-    except MoEPrefetchError as e:
-        error = e
-    epoch, best, stale_epochs, best_weights = found
-    _agree(error, (state.identity, epoch, trainer.done), out)
-    if not trainer.started:
-        seen = 0
-        for taps in batches(train, config.batch, 0, config.seed, past_eps):
-            trainer.accumulate(taps)
-            seen += taps.tokens
-            if seen >= moment_tokens:
-                break
-        trainer.start()
-        best_weights = trainer.averages()
-        best = _mean_recall(trainer, held_out)
-    while trainer.done < config.steps and stale_epochs < patience:
-        for taps in batches(train, config.batch, epoch, config.seed, past_eps):
-            loss = trainer.step(taps)
-            if progress is not None:
-                progress(trainer.done, config.steps)
-            if watch is not None and trainer.done % 10 == 0:
-                watch.add_scalar("fit/loss", float(loss), trainer.done)
-            if trainer.done >= config.steps:
-                break
-        epoch += 1
-        found = _mean_recall(trainer, held_out)
-        if watch is not None:
-            watch.add_scalar("fit/held_out_recall", found, trainer.done)
-        if found > best:
-            best, stale_epochs, best_weights = found, 0, trainer.averages()
-        else:
-            stale_epochs += 1
-        state.save(trainer, epoch, best, stale_epochs, best_weights)
-    trainer.set_averages(best_weights)
-    probe = None
-    try:
-        probe = finish(trainer, held_out, out, force=force, runtime=runtime)
-    except (MoEPrefetchError, OSError) as e:
-        error = e
-    _agree(error, None, out)
-    assert probe is not None
-    return probe
+    with ExitStack() as alone:
+        error, found = None, (0, -1.0, 0, {})
+        try:
+            if ranks()[0] == 0:
+                out.mkdir(parents=True, exist_ok=True)
+                alone.enter_context(exclusive(out, runtime, wait_s=1.0))
+            found = state.load(trainer)
+        except (MoEPrefetchError, OSError) as e:
+            error = e
+        epoch, best, stale_epochs, best_weights = found
+        _agree(error, (state.identity, epoch, trainer.done), out)
+        if not trainer.started:
+            seen = 0
+            for taps in batches(train, config.batch, 0, config.seed, past_eps):
+                trainer.accumulate(taps)
+                seen += taps.tokens
+                if seen >= moment_tokens:
+                    break
+            trainer.start()
+            best_weights = trainer.averages()
+            best = _mean_recall(trainer, held_out)
+        while trainer.done < config.steps and stale_epochs < patience:
+            for taps in batches(train, config.batch, epoch, config.seed, past_eps):
+                loss = trainer.step(taps)
+                if progress is not None:
+                    progress(trainer.done, config.steps)
+                if watch is not None and trainer.done % 10 == 0:
+                    watch.add_scalar("fit/loss", float(loss), trainer.done)
+                if trainer.done >= config.steps:
+                    break
+            epoch += 1
+            recall = _mean_recall(trainer, held_out)
+            if watch is not None:
+                watch.add_scalar("fit/held_out_recall", recall, trainer.done)
+            if recall > best:
+                best, stale_epochs, best_weights = recall, 0, trainer.averages()
+            else:
+                stale_epochs += 1
+            state.save(trainer, epoch, best, stale_epochs, best_weights)
+        trainer.set_averages(best_weights)
+        probe = None
+        try:
+            probe = finish(trainer, held_out, out, force=force, runtime=runtime)
+        except (MoEPrefetchError, OSError) as e:
+            error = e
+        _agree(error, None, out)
+        assert probe is not None
+        return probe
 
 
 def _judges(trainer: Trainer, held_out: Mapping[str, Taps]) -> dict[str, Taps]:

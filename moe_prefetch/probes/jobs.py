@@ -21,6 +21,7 @@ from .fit import fit
 from .probe import RoutingProbe
 from .targets import FitConfig, Taps
 from .traces import Trace, TraceWriter, hash_of_first
+from .trainer import check_gates
 
 Progress = Callable[[int, int], None]
 # Sized for two CPU cores and five minutes, of which recording takes the most.
@@ -207,6 +208,7 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
     try:
         loaded, tokenizer = load_model(model)
         gates = open_model(loaded).gates
+        check_gates(gates)
         config = config or (QUICK if quick else FitConfig())
         config = replace(config, past=past or config.past)
         past_eps = gates[0].norm_eps if config.past else None

@@ -20,7 +20,18 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import contained, load_arrays, load_tensors, read_json, read_jsonl, read_span, save_tensors, sha256_file, write_json
+from ..checkpoint import (
+    contained,
+    exclusive,
+    load_arrays,
+    load_tensors,
+    read_json,
+    read_jsonl,
+    read_span,
+    save_tensors,
+    sha256_file,
+    write_json,
+)
 from ..errors import ArtefactError, BudgetError, ProbeMismatchError
 from ..runtime import REAL, Runtime
 from .baselines import Routing
@@ -61,7 +72,8 @@ class TraceWriter:
 
     `position` counts the sequences that are safely stored: a caller that feeds a fixed list of texts skips that many. `full` turns True
     when the next shard would exceed `cap_bytes`; from then on `add` drops. `text_hash(n)` is a hash of the first n sequences of that list:
-    with it, a trace of another text is refused (one that does not say what its text was goes on with a warning). Raises
+    with it, a trace of another text is refused (one that does not say what its text was goes on with a warning). Of two
+    writers in one folder the first to store a shard goes on; the other's next `flush` raises ArtefactError and writes nothing. Raises
     ProbeMismatchError when the folder holds a trace of another model, BudgetError when the cap can't hold one shard, ArtefactError when
     its manifest is damaged or its text is another.
     """
@@ -96,13 +108,13 @@ class TraceWriter:
         else:
             self.manifest = fresh
         self._text_hash = text_hash
-        # A shard without an entry was cut off between its own write and the manifest's: it is written again.
-        known = {s["file"] for s in self.manifest["shards"]}
-        for path in self.folder.glob("shard-*.safetensors"):
-            if path.name not in known:
-                path.unlink()
-        for path in self.folder.glob(".shard-*.tmp"):
-            path.unlink()
+        with exclusive(self.folder, runtime):
+            # A shard without an entry was cut off between its own write and the manifest's: it is written again.
+            named = read_manifest(self.folder)["shards"] if (self.folder / MANIFEST).exists() else []
+            known = {s["file"] for s in named}
+            for path in [*self.folder.glob("shard-*.safetensors"), *self.folder.glob(".shard-*.tmp")]:
+                if path.name not in known:
+                    path.unlink()
         self.full = False
         self._steps: list[Step] = []
 
@@ -137,13 +149,18 @@ class TraceWriter:
         if sum(s["bytes"] for s in shards) + size > self.cap_bytes:
             self.full = True
             return
-        save_tensors(self.folder / name, tensors, {"format": "moe_prefetch.trace"}, self.runtime)
-        entry = {"file": name, "sha256": sha256_file(self.folder / name), "tokens": int(tensors["start"].shape[0]), "bytes": size}
-        manifest = {**self.manifest, "shards": [*shards, entry], "position": self.position + int(tensors["start"].sum())}
-        manifest.pop("text_hash", None)
-        if self._text_hash is not None:
-            manifest["text_hash"] = self._text_hash(manifest["position"])
-        write_json(self.folder / MANIFEST, manifest, self.runtime)
+        with exclusive(self.folder, self.runtime):
+            now = read_manifest(self.folder)["shards"] if (self.folder / MANIFEST).exists() else []
+            if now != shards:
+                raise ArtefactError("another process records into the folder", where=str(self.folder),
+                                    expected=f"the {len(shards)} shards this one knows of", do="give each process a folder of its own")
+            save_tensors(self.folder / name, tensors, {"format": "moe_prefetch.trace"}, self.runtime)
+            entry = {"file": name, "sha256": sha256_file(self.folder / name), "tokens": int(tensors["start"].shape[0]), "bytes": size}
+            manifest = {**self.manifest, "shards": [*shards, entry], "position": self.position + int(tensors["start"].sum())}
+            manifest.pop("text_hash", None)
+            if self._text_hash is not None:
+                manifest["text_hash"] = self._text_hash(manifest["position"])
+            write_json(self.folder / MANIFEST, manifest, self.runtime)
         self.manifest = manifest
 
 
@@ -162,6 +179,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArtefactError(f"the manifest lacks {e}", where=str(path), do="record the trace again") from e
     if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(isinstance(n, str) for n in names):
         raise ArtefactError("the manifest holds values of the wrong kind", where=str(path), do="record the trace again")
+    files = [s["file"] for s in m["shards"]]
+    if twice := sorted({f for f in files if files.count(f) > 1}):
+        raise ArtefactError(f"the manifest names {', '.join(twice)} twice", where=str(path), do="record the trace again")
     return m
 
 
@@ -222,7 +242,7 @@ def read_ids(path: Path | str, experts: int) -> Routing:
     arrays = load_arrays(Path(path))
     if not {"expert_ids", "seq_lens"} <= set(arrays):
         raise ArtefactError("no expert_ids and seq_lens", where=str(path), expected="a trace of expert ids", do="check the file")
-    return Routing.from_lengths(arrays["expert_ids"].long(), arrays["seq_lens"].long(), experts)
+    return Routing.from_lengths(arrays["expert_ids"], arrays["seq_lens"], experts)
 
 
 def read_megatron(folder: Path | str, gates: Sequence[GateSpec] | None, experts: int, rank: int = 0) -> Iterator[Step]:

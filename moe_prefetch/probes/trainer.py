@@ -19,9 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedModelError
 from .probe import HORIZONS, GateSpec, Residual, RoutingProbe
 from .targets import FitConfig, Taps, Targets, all_sum, batched_hits, start_units, unit_rms
+
+
+def check_gates(gates: Sequence[GateSpec]) -> None:
+    """Raises ShapeError for layers that no one probe fits, UnsupportedModelError where there is nothing to forecast."""
+    if len({_shape(g) for g in gates}) != 1:
+        raise ShapeError("MoE layers differ in shape or router kind, or there are none", where="Trainer",
+                         do="fit groups of equal layers on their own")
+    if gates[0].top_k >= gates[0].experts:
+        raise UnsupportedModelError(f"every token goes to all {gates[0].experts} experts: there is nothing to forecast", where="Trainer",
+                                    expected="routers that choose", do="use the plan lru")
 
 
 class Trainer:
@@ -34,9 +44,7 @@ class Trainer:
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig, device: torch.device | str = "cpu") -> None:
         self.device, self.config = torch.device(device), config
         self.gates = [g.to(self.device) for g in gates]
-        if len({_shape(g) for g in self.gates}) != 1:
-            raise ShapeError("MoE layers differ in shape or router kind, or there are none", where="Trainer",
-                             do="fit groups of equal layers on their own")
+        check_gates(self.gates)
         if min(config.horizons) >= len(gates):
             raise ShapeError(f"horizons {config.horizons} reach beyond {len(gates)} layers", where="Trainer", do="fit horizon 0")
         self.horizons: list[Targets] = []

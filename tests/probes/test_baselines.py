@@ -67,7 +67,7 @@ def test_damaged_routing_is_refused() -> None:
     with pytest.raises(ShapeError, match="expert ids"):
         Routing(torch.full((3, 1, 2), E), torch.tensor([True, False, False]), E)
     with pytest.raises(ShapeError, match="add up"):
-        Routing.from_lengths(torch.zeros(5, 1, 2), torch.tensor([2, 2]), E)
+        Routing.from_lengths(torch.zeros(5, 1, 1, dtype=torch.long), torch.tensor([2, 2]), E)
 
 
 def test_metrics_by_hand() -> None:

@@ -14,7 +14,15 @@ import torch.multiprocessing as mp
 from typer.testing import CliRunner
 
 from moe_prefetch import cli
-from moe_prefetch.errors import ArtefactError, ConfigError, ReleaseError, SessionError, ShapeError
+from moe_prefetch.errors import (
+    ArtefactError,
+    ConfigError,
+    DeadlineError,
+    ReleaseError,
+    SessionError,
+    ShapeError,
+    UnsupportedModelError,
+)
 from moe_prefetch.integrations import transformers
 from moe_prefetch.probes import RoutingProbe, jobs, metrics
 from moe_prefetch.probes.batches import Memory, batches
@@ -279,6 +287,29 @@ def test_a_fit_goes_on_with_its_own_text_only(tmp_path: Path) -> None:
     seen: list[int] = []
     fit(specs, source(specs), held, tmp_path, config, progress=lambda done, total: seen.append(done))
     assert seen[0] > 1, "it began anew: a rank of two numbers is no other rank"
+
+
+def test_two_fits_into_one_folder_are_one_too_many(tmp_path: Path) -> None:
+    specs, held, said = gates(), {"a": step(gates(), 300, 2).taps}, []
+
+    def other(done: int, total: int) -> None:
+        if done == 2:
+            with pytest.raises(DeadlineError, match="another process"):
+                fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=8))
+            said.append(done)
+
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=8), progress=other, force=True)
+    assert said and (tmp_path / "config.json").exists()
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=8), force=True)
+
+
+def test_where_every_expert_is_chosen_there_is_nothing_to_forecast(tmp_path: Path) -> None:
+    specs = [replace(g, top_k=E) for g in gates()]
+    held = {"a": step(gates(), 50, 2).taps}
+    for attempt in (lambda: fit(specs, source(gates()), held, tmp_path / "p", CONFIG), lambda: OnlineFit(specs, CONFIG)):
+        with pytest.raises(UnsupportedModelError, match="nothing to forecast"):
+            attempt()
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_state_that_does_not_name_its_text_goes_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

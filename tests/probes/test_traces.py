@@ -2,19 +2,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from moe_prefetch.errors import ArtefactError, BudgetError, ProbeMismatchError, SessionError
+from moe_prefetch.errors import ArtefactError, BudgetError, ProbeMismatchError, SessionError, ShapeError
 from moe_prefetch.probes.batches import Memory
 from moe_prefetch.probes.collect import Collector, Step, recent_past
 from moe_prefetch.probes.fit import fit
 from moe_prefetch.probes.probe import normalise, select
 from moe_prefetch.probes.targets import FitConfig
 from moe_prefetch.probes.traces import Trace, TraceWriter, read_ids, read_megatron
+from moe_prefetch.runtime import Runtime
 from moe_prefetch.seam import open_model
 from tests.probes.synthetic import D, E, L, gates, step
 from tests.probes.test_fit import Dying, Stop
@@ -94,7 +96,7 @@ def test_killed_at_any_moment_it_loses_at_most_a_shard(tmp_path: Path) -> None:
     assert died > 10, "it never died: the test tests nothing"
 
 
-@pytest.mark.parametrize("spoil", ["truncate", "flip", "missing", "swap", "link", "outside", "tokens", "version", "text"])
+@pytest.mark.parametrize("spoil", ["truncate", "flip", "missing", "swap", "link", "outside", "tokens", "version", "text", "twice"])
 def test_damage_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
     folder = tmp_path / "t"
     write(folder, [step(gates(), 100, i) for i in range(2)])
@@ -119,9 +121,11 @@ def test_damage_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
         m["shards"][1]["tokens"] = 99
     elif spoil == "version":
         m["version"], named = 7, "trace.json"
+    elif spoil == "twice":
+        m["shards"].append(m["shards"][1])
     else:
         m["shards"][1]["bytes"], named = "many", "trace.json"
-    if spoil in ("outside", "tokens", "version", "text"):
+    if spoil in ("outside", "tokens", "version", "text", "twice"):
         manifest.write_text(json.dumps(m))
     with pytest.raises(ArtefactError) as e:
         Trace(folder).all()
@@ -129,6 +133,41 @@ def test_damage_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
     if spoil in ("truncate", "flip", "swap"):
         with pytest.raises(ArtefactError, match=named):
             fit(gates(), Trace(folder), {"a": step(gates(), 50, 9).taps}, tmp_path / "out", FitConfig(rank=8, linear=4, steps=5, batch=50))
+
+
+def test_of_two_writers_in_a_folder_one_goes_on_and_nothing_is_lost(tmp_path: Path) -> None:
+    a, b = (TraceWriter(tmp_path, gates(), shard_tokens=100) for _ in range(2))
+    steps = [step(gates(), 100, i) for i in range(3)]
+    a.add(steps[0])
+    with pytest.raises(ArtefactError, match="another process"):
+        b.add(steps[1])
+    late = TraceWriter(tmp_path, gates(), shard_tokens=100)
+    a.add(steps[2])
+    with pytest.raises(ArtefactError, match="another process"):
+        late.add(steps[1])
+    whole = Trace(tmp_path).all()
+    assert whole.start_T.shape[0] == 200 and all(same(s, cut(whole, 100, i)) for i, s in enumerate((steps[0], steps[2])))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_writer_that_opens_while_another_stores_waits(tmp_path: Path) -> None:
+    """Or it would take the shard that no manifest names yet for a rest."""
+    first = TraceWriter(tmp_path, gates(), shard_tokens=100)
+    opened: list[TraceWriter] = []
+
+    class Slow(Runtime):
+        def replace(self, src: Path, dst: Path) -> None:
+            super().replace(src, dst)
+            if not opened:
+                thread = threading.Thread(target=lambda: opened.append(TraceWriter(tmp_path, gates(), shard_tokens=100)))
+                thread.start()
+                thread.join(0.3)
+                opened.append(first)
+                assert len(opened) == 1, "it opened in the middle"
+
+    first.runtime = Slow()
+    first.add(step(gates(), 100, 0))
+    assert Trace(tmp_path).all().start_T.shape[0] == 100
 
 
 # recording a model --------------------------------------------------------------------------------------------------------
@@ -246,7 +285,7 @@ def test_megatron_ids_alone_and_damage(tmp_path: Path) -> None:
 
 
 def test_plain_ids(tmp_path: Path) -> None:
-    ids = np.random.default_rng(0).integers(0, E, (30, L, 2)).astype(np.uint8)
+    ids = np.random.default_rng(0).random((30, L, E)).argsort(-1)[..., :2].astype(np.uint8)
     np.savez(tmp_path / "a.npz", expert_ids=ids, seq_lens=np.array([10, 20], np.int32))
     r = read_ids(tmp_path / "a.npz", E)
     assert torch.equal(r.ids_TLK, torch.from_numpy(ids).long()) and r.start_T.nonzero().flatten().tolist() == [0, 10]
@@ -256,6 +295,20 @@ def test_plain_ids(tmp_path: Path) -> None:
     np.savez(tmp_path / "c.npz", other=ids)
     with pytest.raises(ArtefactError, match="expert_ids"):
         read_ids(tmp_path / "c.npz", E)
+
+
+@pytest.mark.parametrize(("ids", "lengths"), [
+    (np.zeros((0, 2, 2), int), np.zeros(0, int)), (np.full((4, 2, 1), 1.7), np.array([4])), (np.zeros((4, 2, 1), int), np.array([4.0])),
+    (np.zeros((4, 2, 2), int), np.array([4])), (np.tile(np.arange(9) % 8, (4, 2, 1)), np.array([4])),
+    (np.zeros((4, 2), int), np.array([4])), (np.zeros((4, 2, 1), int), np.array([[4]])),
+    (np.zeros((4, 2, 1), int), np.array([0, 4])), (np.zeros((4, 2, 1), int), np.array([3])),
+    (np.zeros((4, 2, 1), bool), np.array([4])), (np.full((4, 2, 1), 8), np.array([4])), (np.full((4, 2, 1), -1), np.array([4]))],
+    ids=["none", "fractions", "fractional lengths", "twice", "more than experts", "two dimensions", "lengths of two", "no length", "short",
+         "truths", "beyond", "below"])
+def test_ids_that_no_router_chose_are_refused(tmp_path: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
+    np.savez(tmp_path / "a.npz", expert_ids=ids, seq_lens=lengths)
+    with pytest.raises(ShapeError):
+        read_ids(tmp_path / "a.npz", 8)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="third-party routing traces are not beside this checkout")
