@@ -28,7 +28,7 @@ from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
 from ..observe.report import Figure, Report, Table
 from ..probes.jobs import load_model
-from .rows import Journal, Row
+from .rows import Journal, Row, checkpoint_id
 
 CHECKED = "tests/kv/test_attention.py::test_one_pass_equals_stepwise_decode"
 SINKS = 4
@@ -138,7 +138,7 @@ class Job:
         span = self.span or self.length
         kind = f"passkey x{len(SAY)} asked of a stored text" if self.passkey else "drift"
         window = None if scheme == EXACT or scheme in PEERS else Scheme.parse(scheme).window
-        return {
+        return checkpoint_id(self.model) | {
             "kind": kind, "model": self.model, "scheme": scheme, "window": window, "length": self.length, "number": number,
             "text": text, "calibration": self.calibration, "span": span, "layout": LAYOUT_VERSION, "stats": STATS_VERSION,
         }  # fmt: skip
@@ -291,6 +291,8 @@ def run(job: Job, journal: Journal, tick: Tick = lambda what, done, total: None)
                 if name != EXACT:
                     bench.attend(name)
             except ImportError as e:
+                if name not in PEERS:
+                    raise
                 missing[name] = str(e).strip().splitlines()[0]
                 del wanted[name]
         if wanted:
@@ -324,8 +326,7 @@ def retrieval(job: Job, journal: Journal) -> dict[str, tuple[float, int]]:
     """Scheme -> share of keys repeated, how many were hidden; `exact` is the model's own cache."""
     out = {}
     for name in (EXACT, *job.schemes):
-        hits = [f["hit"] for f in (journal.get(job.key(name, n)) for n in range(job.passkey)) if f]
-        if hits:
+        if hits := [f["hit"] for f in (journal.get(job.key(name, n)) for n in range(job.passkey)) if f]:
             out[name] = sum(hits) / len(hits), len(hits)
     return out
 

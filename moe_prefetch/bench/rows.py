@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -80,6 +82,15 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as f:
                 f.write(json.dumps({"of": of, "found": found}) + "\n")
+
+
+@functools.cache
+def checkpoint_id(model: str) -> dict[str, str]:
+    """Which checkpoint a folder holds: a hash of its files' names, sizes and times. Nothing for a model that has a name."""
+    if not Path(model).is_dir():
+        return {}
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in Path(model).iterdir() if p.is_file())
+    return {"checkpoint": hashlib.sha256(repr(files).encode()).hexdigest()[:16]}
 
 
 def choice(pattern: str, where: str) -> re.Pattern[str]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moe_prefetch import cli
 from moe_prefetch.bench import kv_quality as bench
-from moe_prefetch.bench.rows import Journal
+from moe_prefetch.bench.rows import Journal, checkpoint_id
 from moe_prefetch.errors import ConfigError
 from moe_prefetch.integrations.transformers_quality import decoded, log_probs
 from moe_prefetch.kv.format import FORMATS, format_of, layout_for
@@ -118,6 +118,31 @@ def test_another_text_calibration_or_layout_is_another_measurement(model, tmp_pa
     assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality_w64", 0))
     monkeypatch.setattr(bench, "LAYOUT_VERSION", 0)
     assert Journal([tmp_path / "j"]).get(job(texts=1).key("fp4-quality_w64", 0)) is None
+
+
+def test_another_checkpoint_in_the_folder_is_another_measurement(model, tmp_path):
+    folder, other = tmp_path / "m", tmp_path / "other"
+    for path, text in ((folder, "one"), (other, "another")):
+        path.mkdir()
+        (path / "model.safetensors").write_text(text)
+    keys = [bench.Job(TEXT, str(folder), texts=1, length=96, schemes=("fp8_nowindow",)).key("fp8_nowindow", 0)]
+    checkpoint_id.cache_clear()
+    other.rename(folder.with_name("m2"))
+    folder.rename(folder.with_name("old"))
+    folder.with_name("m2").rename(folder)
+    keys.append(bench.Job(TEXT, str(folder), texts=1, length=96, schemes=("fp8_nowindow",)).key("fp8_nowindow", 0))
+    checkpoint_id.cache_clear()
+    assert keys[0] != keys[1] and keys[0]["model"] == keys[1]["model"]
+    assert "checkpoint" not in job().key("fp8_nowindow", 0)
+
+
+def test_a_missing_framework_is_no_missing_peer(model, monkeypatch):
+    def gone(self, name):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr(bench.Bench, "attend", gone)
+    with pytest.raises(ModuleNotFoundError):
+        bench.run(job(), Journal())
 
 
 def test_keys_are_hidden_and_looked_for(model):
