@@ -60,6 +60,17 @@ class AutoEPModel(Held, TransformersModel):
         return GateSpec(weight_ED=router.gate.weight.detach(), norm_D=norm.weight.detach(), norm_eps=norm.variance_epsilon,
                         top_k=router.top_k, kind=FAMILIES[self.family])
 
+    def check_experts(self) -> None:
+        super().check_experts()
+        for layer, own in enumerate(self._experts):
+            named = dict(own.named_parameters(remove_duplicate=False))
+            plain = all(type(p) is nn.Parameter and type(p.data) is torch.Tensor for p in named.values())
+            if named.keys() != {"w1", "w2", "w3"} or not plain:
+                said = f"parameters {', '.join(named)}{'' if plain else ', not plain ones'}"
+                raise UnsupportedModelError(f"its experts can't be served: {said}",
+                                            where=f"MoE layer {layer}", expected="w1, w2 and w3, plain parameters",
+                                            do="serve it without moe_prefetch")
+
     def _weights(self, layer: int, expert: int) -> tuple[Weight, Weight, Weight]:
         own = self._experts[layer]
         return Weight(own, "w1", expert), Weight(own, "w3", expert), Weight(own, "w2", expert)

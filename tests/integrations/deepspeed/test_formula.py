@@ -6,6 +6,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from moe_prefetch.config import load
 from moe_prefetch.errors import SessionError, UnsupportedModelError
-from moe_prefetch.integrations.deepspeed_models import MoEModel
+from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel
 from moe_prefetch.runtime import REAL
 from moe_prefetch.session import Session
 from tests.integrations.deepspeed.serving import HALF, picture_of
@@ -288,6 +289,26 @@ def test_an_experts_class_that_was_patched(monkeypatch):
     monkeypatch.setattr(Experts, "forward", lambda self, x: x)
     with pytest.raises(UnsupportedModelError, match="not DeepSpeed's own"):
         attach(Net())
+
+
+AUTOEP = {
+    "instance": (own_forward, "a forward that is not DeepSpeed's own"),
+    "parametrization": (lambda own: parametrize.register_parametrization(own, "w1", Halved()), "ParametrizedGroupedExperts with a forward"),
+    "a parameter more": (lambda own: setattr(own, "scale", nn.Parameter(torch.ones(1))), "parameters w1, w2, w3, scale"),
+    "quantised": (lambda own: setattr(own, "w3", nn.Parameter(own.w3.data.as_subclass(Coded))), "not plain ones"),
+}
+
+
+@pytest.mark.parametrize("name", AUTOEP)
+def test_autoeps_experts_that_are_not_plain(name):
+    host = object.__new__(AutoEPModel)
+    host._experts = [GroupedExperts(HIDDEN, WIDTH, 2, use_grouped_mm=False) for _ in range(2)]
+    host.check_experts()
+    change, word = AUTOEP[name]
+    change(host._experts[1])
+    with pytest.raises(UnsupportedModelError, match=word) as e:
+        host.check_experts()
+    assert e.value.where == "MoE layer 1"
 
 
 # while served ------------------------------------------------------------------------------------------------------------
