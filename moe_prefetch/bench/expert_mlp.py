@@ -103,8 +103,8 @@ def dense(form: Form, block_EB: torch.Tensor) -> dict[str, torch.Tensor]:
     """BF16 matrices [E, rows, columns] and biases, as a model keeps them."""
     if form.weights == "bfloat16":
         return {p.name: grouped.matrices(block_EB, form, p.name).contiguous() for p in form.layout().parts[:-1]}
-    found = [weights_of(r, form) for r in block_EB]
-    return {n: torch.stack([w[n].to(torch.bfloat16) for w in found]) for n in found[0]}
+    found = [{n: w.to(torch.bfloat16) for n, w in weights_of(r, form).items()} for r in block_EB]
+    return {n: torch.stack([w[n] for w in found]) for n in found[0]}
 
 
 def by_grouped_mm(x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, w: dict[str, torch.Tensor],

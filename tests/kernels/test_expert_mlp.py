@@ -484,6 +484,22 @@ def test_every_fp8_code_in_every_column():
     assert torch.allclose(got, want, rtol=1 / 128, atol=0.0) and bool((got != 0).eq(want != 0).all())
 
 
+def test_two_tiles_of_fp8_a_step_change_no_bit(monkeypatch):
+    form = Form("fp8", 512, 128, "", "bfloat16", 128)
+    recs, x, (ids, weights) = records(form, 3), hidden(form, 2), routing(2, 2, 3)
+    want, tuning, steps = run(form, x, ids, weights, recs), fused.tuning, []
+
+    def two(form, which, *rest):
+        steps.append(256 if which == "gate_up" else 128)
+        return tuning(form, which, *rest)._replace(step=steps[-1])
+
+    monkeypatch.setattr(fused, "tuning", two)
+    assert torch.equal(run(form, x, ids, weights, recs), want) and 256 in steps
+    assert tuning(Form("fp8", 2048, 768, "", "bfloat16", 128), "gate_up", 1, 8, 128).step == 256, "one token of Qwen3-30B-A3B"
+    for other in (Form("fp8", 2176, 768, "", "bfloat16", 128), Form("fp8", 2048, 768, "", "bfloat16", 64)):
+        assert tuning(other, "gate_up", 1, 8, 128).step <= 128
+
+
 def test_fp8_records_meet_fp16_hidden_states():
     form = FORMS["fp8_bf16_scales"]
     recs, x = records(form, 3), hidden(form, 5).to(torch.float16)

@@ -296,7 +296,8 @@ def distinct(pairs: int, experts: int) -> float:
 
 
 def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Tile:
-    """How `gate_up` or `down` is cut up. Steps must not reach over a block of fp8 or a tile of mxfp4."""
+    """How `gate_up` or `down` is cut up. Steps must not reach over a tile of mxfp4, or a block of fp8; of fp8 two whole tiles are a
+    step, too."""
     n = width(form, tokens, top_k, experts)
     all_rows, columns = (2 * form.width, form.hidden) if which == "gate_up" else (form.hidden, form.width)
     items = items_of(tokens, top_k, experts, n)
@@ -314,7 +315,8 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
         rows = 64 if direct(tokens) and (share(wide) < 0.8 or columns <= 1024) else 128
         rounds = [-(-distinct(tokens * top_k, experts) * all_rows // (rows * PROCESSORS * each)) for each in (4, 6)]
         deep = n == 8 and rows == 128 and rounds[1] > 1 and 4 * rounds[0] < 6 * rounds[1]
-        return Tile(n, rows, min(128, form.block), 8 if n == 64 else 4, 4 if deep else 3, 4 if n == 64 else 1)
+        alone = rows == 64 and narrow <= 2 * PROCESSORS and columns > 1024 and form.block == 128 and columns % 256 == 0
+        return Tile(n, rows, 256 if alone else min(128, form.block), 8 if n == 64 else 4, 4 if deep else 3, 4 if n == 64 else 1)
     # Every tile must take the same steps over columns that none divides: a product with zeros can round, too.
     if n <= 32:
         deep = {64: 4, 128: 3}[rows] + (2 if rows == 64 else 1) * few
