@@ -40,7 +40,7 @@ FAMILIES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepsee
 
 @dataclass(frozen=True)
 class _Served:
-    taps: ExpertTaps
+    taps: weakref.ref[ExpertTaps]  # kept by the model's hooks: a registry that kept it would keep the model for ever
     layer: int
 
 
@@ -68,8 +68,8 @@ FITTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 @torch.compiler.disable
 def _experts_forward(module: nn.Module, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     served = _SERVED.get(module)
-    if served is not None:
-        return served.taps.experts(served.layer, hidden_TD, ids_TK, weights_TK, module.act_fn)
+    if served is not None and (taps := served.taps()) is not None:
+        return taps.experts(served.layer, hidden_TD, ids_TK, weights_TK, module.act_fn)
     # A deep copy of an attached model carries our name along, but it is not attached.
     if module.gate_up_proj.is_meta:
         raise SessionError("this is a copy of an attached model: its experts are not in memory", where=type(module).__name__,
@@ -331,7 +331,7 @@ class TransformersModel:
                 # A copy for these modules alone: the model's own config may be shared with another model, and may be saved.
                 experts.config = copy.copy(config)
                 experts.config._experts_implementation = IMPLEMENTATION
-                _SERVED[experts] = _Served(taps, layer)
+                _SERVED[experts] = _Served(weakref.ref(taps), layer)
 
     def uninstall(self) -> None:
         for handle in self._handles:

@@ -161,7 +161,7 @@ class Session:
             self._ledger = Ledger(host.num_layers, store.layout.nbytes)
             drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
             self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
-            self._mover.start()
+            self._mover.start(self)
         except BaseException:
             if self._mover is not None:
                 self._mover.close()

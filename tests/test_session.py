@@ -7,6 +7,7 @@ import os
 import random
 import tempfile
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -100,6 +101,24 @@ def test_memory_comes_back():
     session.detach()
     del session
     assert abs(tensor_bytes() - start) <= 16384
+
+
+@pytest.mark.parametrize("config", [None, DISK, {"experts": {"home": "host", "resident": "50%"}}], ids=["local", "disk", "host"])
+def test_a_session_that_is_dropped_goes_with_its_model(config):
+    model = small()
+    session = moe_prefetch.attach(model, config)
+    logits_of(model, prompt())
+    # The model alone keeps its session.
+    del session
+    gc.collect()
+    logits_of(model, prompt())
+    left, files = weakref.ref(model), len(open_files())
+    del model
+    gc.collect()
+    assert left() is None
+    assert settled(lambda: not movers())
+    gc.collect()
+    assert not open_files() and files == (config is DISK)
 
 
 def test_detach_twice_is_once():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,8 +89,11 @@ class Mover:
         self._threads: list[threading.Thread] = []
         self._wanted = threads
 
-    def start(self) -> None:
-        """Start the threads; `close` ends them, also after an interrupt in here. Raises SessionError."""
+    def start(self, owner: object = None) -> None:
+        """Start the threads; `close` ends them, also after an interrupt in here, and so does `owner` when it is dropped without a word.
+        Raises SessionError."""
+        if owner is not None:
+            weakref.finalize(owner, self._abandon).atexit = False
         while len(self._threads) < self._wanted:
             try:
                 self._threads.append(self._runtime.start_thread(self._work, f"moe-prefetch-mover-{len(self._threads)}"))
@@ -278,6 +282,15 @@ class Mover:
                 raise DeadlineError(f"a mover thread did not stop within {self._deadline:g} s", where="closing the session",
                                     do="check the drive: a read hangs")
         self.buffers, self._all_bounce, self._bounce = [], [], []
+
+    def _abandon(self) -> None:
+        """Nobody is left to ask for anything. Called while memory is collected: it waits for nobody long."""
+        self.closed = True
+        if not self.forked and self.lock.acquire(timeout=1.0):
+            self._urgent.clear()
+            self._ahead.clear()
+            self.lock.notify_all()
+            self.lock.release()
 
     @property
     def forked(self) -> bool:

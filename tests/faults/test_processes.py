@@ -141,7 +141,7 @@ def test_ctrl_c_anywhere_in_attach_and_detach(strike, temporary, config):
     while hits < 25:
         hits += strike(whole, rng.uniform(0, length))
         # Struck within detach, or between attach and the first use of its result: the session is there, and ends when told to.
-        for session in {served.taps for served in integration._SERVED.values()} | set(held):
+        for session in {served.taps() for served in integration._SERVED.values()} | set(held):
             session.detach()
         held.clear()
         assert picture(model) == before
