@@ -27,7 +27,7 @@ from .batches import Source, batches, digest, ranks
 from .calibrate import calibrate, margin_and_truth
 from .collect import Collector, Step
 from .probe import HORIZONS, GateSpec, RoutingProbe, gate_hash
-from .targets import FitConfig, Taps
+from .targets import FitConfig, Taps, all_sum
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,8 @@ def _judges(trainer: Trainer, held_out: Mapping[str, Taps]) -> dict[str, Taps]:
 
 def finish(trainer: Trainer, held_out: Mapping[str, Taps], out: Path, *, force: bool, runtime: Runtime = REAL) -> RoutingProbe:
     """Calibrate, pass the release gate, write. Raises ShapeError when there is nothing to judge by."""
+    if lost := int(trainer.unsound):
+        log.warning("%d batches were left out of the fit: they held values that are not finite", lost)
     probe = trainer.probe().to("cpu")
     cpu = {k: t.map(torch.Tensor.cpu) for k, t in _judges(trainer, held_out).items()}
     every = Taps.join(list(cpu.values()))
@@ -247,9 +249,10 @@ class OnlineFit:
     """Learns beside a running model: pass `listener` to `observe(model, listener)`. Hidden states are used once; those of the held-out
     tokens alone are kept.
 
-    The first `moment_tokens` tokens give the start, every later pass one step (small passes are pooled until `config.batch` tokens, or
-    `moment_tokens` where these are fewer, are there). One pass in `held_out_every` is not learnt from, to the end of the run: a fair
-    sample of `held_out_tokens` of their tokens judges the probe; call `finish` to judge and write.
+    The first `moment_tokens` tokens (batches with values that are not finite do not count) give the start, every later pass one step (small
+    passes are pooled until `config.batch` tokens, or `moment_tokens` where these are fewer, are there). One pass in `held_out_every` is not
+    learnt from, to the end of the run: a fair sample of `held_out_tokens` of their tokens judges the probe; call `finish` to judge and
+    write.
     """
 
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig | None = None, *, device: torch.device | str = "cpu",
@@ -263,7 +266,7 @@ class OnlineFit:
         self.listener = Collector(len(gates), self._take)
         self.moment_tokens, self.held_out_every = moment_tokens, held_out_every
         self.held = Sample(held_out_tokens, self.trainer.config.seed)
-        self.seen = self.passes = 0
+        self.seen = self.passes = self._gathered = 0
         self._pending: list[Taps] = []
 
     @torch.inference_mode(False)
@@ -286,15 +289,20 @@ class OnlineFit:
         with torch.enable_grad():
             if self.trainer.started:
                 return self.trainer.step(taps) if self.trainer.done < self.trainer.config.steps else None
-            self.trainer.accumulate(taps)
-            if self.seen >= self.moment_tokens:
+            # Summed, so that all ranks start at the same pass, whatever each of them could use.
+            tokens = self.trainer.accumulate(taps)
+            all_sum([tokens])
+            self._gathered += int(tokens)
+            if self._gathered >= self.moment_tokens * ranks()[1]:
                 self.trainer.start()
         return None
 
     def finish(self, out: Path | str, *, force: bool = False) -> RoutingProbe:
         """Raises ShapeError when too little was seen, ReleaseError as `fit` does."""
         if not self.trainer.started or self.held.taps is None or not self.held.taps.tokens:
-            raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few", where="OnlineFit",
+            lost = int(self.trainer.unsound)
+            why = f" ({lost} batches held values that are not finite)" if lost else ""
+            raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few{why}", where="OnlineFit",
                              expected=f"more than {self.moment_tokens} tokens, and {self.held_out_every} passes, one of which is kept back",
                              do="let the model run longer")
         return finish(self.trainer, {"online": self.held.taps}, Path(out), force=force)

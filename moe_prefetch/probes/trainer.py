@@ -101,11 +101,12 @@ class Trainer:
             h.follow(self.gates)
 
     @torch.no_grad()
-    def accumulate(self, taps: Taps) -> None:
-        """Add a batch to the moments (before `start`)."""
+    def accumulate(self, taps: Taps) -> torch.Tensor:
+        """Add a batch to the moments (before `start`); returns the tokens that it added, float64 [1] on the device."""
         taps, sound = self._sound(taps)
         for h, u, y in self._inputs(taps):
             h.accumulate(u, y, sound)
+        return sound.double().reshape(1) * taps.tokens
 
     def start(self) -> None:
         """The first weights, from the moments of all ranks."""

@@ -408,6 +408,23 @@ def test_online_fit_beside_a_running_model(tmp_path: Path) -> None:
         OnlineFit(specs, CONFIG).finish(tmp_path)
 
 
+def test_passes_that_are_not_finite_do_not_make_an_online_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    specs = gates()
+    online = OnlineFit(specs, replace(CONFIG, batch=64, steps=30), moment_tokens=256, held_out_every=50)
+    for i in range(8):
+        s = step(specs, 64, i)
+        s.taps.moe_input_LTD[1, 3, 2] = float("nan")
+        online._take(s)
+    assert not online.trainer.started and online.seen == 512
+    with pytest.raises(ShapeError, match="8 batches held values that are not finite"):
+        online.finish(tmp_path)
+    for i in range(50):
+        online._take(step(specs, 64, 10 + i))
+    assert online.trainer.started and online.trainer.done == 30
+    online.finish(tmp_path, force=True)
+    assert "8 batches were left out" in caplog.text
+
+
 @pytest.mark.parametrize("kw", [{"held_out_tokens": 0}, {"held_out_tokens": -1}, {"moment_tokens": 0}, {"held_out_every": 1}], ids=str)
 def test_an_online_fit_that_could_not_learn_or_be_judged_is_refused(kw):
     with pytest.raises(ConfigError, match=next(iter(kw))):
