@@ -4,7 +4,7 @@ No GPU is needed.
 usage: python tests/kernels/gluon_code.py [NAME ...]
 
 One JSON object a line: name, instructions (encoder: of all; MLA: of the loop over half pages; experts: of a step with tiles of full width;
-one token: of the longest loop over columns), products (tensor instructions), turns (matrices transposed in registers), lookups (8-byte
+one token: of the longest loop over columns), products (tensor instructions), turns (those of them that transpose), lookups (8-byte
 loads from shared memory), barriers, spills, registers; experts also copies (of the bulk kind, in the whole kernel) and wide (tensor
 instructions of 256 columns in a step).
 """
@@ -105,7 +105,7 @@ def facts(name: str) -> dict[str, object]:
         "name": name,
         "instructions": len(body),
         "products": count("HG?MMA|IMMA"),
-        "turns": count("MOVM"),
+        "turns": count(r"HMMA\.16816\.F16 "),
         "lookups": count(r"LDS\.64"),
         "barriers": count(r"BAR\.SYNC"),
         "spills": sum(bool(re.search(r"\b(STL|LDL)\b", t)) for t in (whole if "expert" in name or "token" in name else body)),
