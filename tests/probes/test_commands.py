@@ -125,7 +125,7 @@ def test_advice_names_only_options_that_exist(tmp_path: Path) -> None:
     group = typer.main.get_command(cli.app)
     commands = [*group.commands.values(), *group.commands["bench"].commands.values()]  # type: ignore[attr-defined]
     known = {o for c in commands for p in c.params for o in p.opts} | {"--help"}
-    for path in [*(ROOT / "moe_prefetch").glob("*.py"), *(ROOT / "moe_prefetch" / "probes").glob("*.py")]:
+    for path in (ROOT / "moe_prefetch").rglob("*.py"):
         # In what is said, not in what is defined or explained.
         said = re.findall(r'(?:what|do|expected|where|Error\(f?)=?\s*f?"([^"]*)"', path.read_text())
         assert not (set(re.findall(r"--[a-z][a-z-]+", " ".join(said))) - known), path
