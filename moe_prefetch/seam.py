@@ -118,4 +118,5 @@ def open_model(model: Any) -> HostModel:
         if root in _HOSTS:
             return _HOSTS[root].open(model)
     raise UnsupportedModelError(f"no integration knows {type(model).__module__}.{type(model).__qualname__}", where="attach",
-                                expected=f"a model of {', '.join(sorted(_MODULES))}", do="import the integration of your framework first")
+                                expected=f"a model of {', '.join(sorted(_MODULES))}",
+                                do="pass the model itself, no wrapper such as torch.compile's; or import its framework's integration first")

@@ -121,6 +121,26 @@ def test_a_session_that_is_dropped_goes_with_its_model(config):
     assert not open_files() and files == (config is DISK)
 
 
+def test_arguments_that_are_something_else():
+    model = tiny(layers=4)
+    with pytest.raises(ConfigError, match="there is no plan 3"):
+        moe_prefetch.attach(model, DISK, plan=3)
+    with pytest.raises(UnsupportedModelError, match="pass the model itself"):
+        moe_prefetch.attach(torch.compile(model))
+
+    class Tensors:
+        def forecast(self, layer, step, horizon, hidden_TD):
+            return torch.zeros(8, dtype=torch.int64)
+
+        def next_step(self, layer, step):
+            return ()
+
+        keep = next_step
+
+    with moe_prefetch.attach(model, DISK, forecaster=Tensors()), pytest.raises(ShapeError, match="a forecast is a Tensor"):
+        logits_of(model, prompt())
+
+
 def test_detach_twice_is_once():
     model = small()
     session = moe_prefetch.attach(model, DISK)

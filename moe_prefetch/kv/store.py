@@ -209,7 +209,9 @@ class LayerStore:
                 f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}",
                 where="KV cache",
                 expected=f"{(*want, self.k_dim)} and {(*want, self.v_dim)}",
-                do="give the cache the model it was made for",
+                do="give the cache the model it was made for"
+                if len(k_BNTd) == self.batch
+                else f"it holds {self.batch} rows: make a cache for another number of them",
             )
         self.settle()
         T = k_BNTd.shape[2]

@@ -27,6 +27,9 @@ class Forecaster(Protocol):
 
 def checked(value_E: tuple[int, ...], experts: int, source: object) -> tuple[int, ...]:
     """`value_E`, from any source. Raises ShapeError unless it is empty or `experts` integers from 0 to PROB_ONE."""
+    if not isinstance(value_E, Sequence):
+        raise ShapeError(f"a forecast is a {type(value_E).__name__}", where=type(source).__name__,
+                         expected=f"a tuple of {experts} integers, or nothing", do="mend the forecaster that was given to attach")
     if value_E and (len(value_E) != experts or not isinstance(sum(value_E), int) or min(value_E) < 0 or max(value_E) > PROB_ONE):
         raise ShapeError(f"a forecast holds {len(value_E)} values such as {value_E[0]!r}", where=type(source).__name__,
                          expected=f"{experts} integers from 0 to {PROB_ONE}, or nothing", do="mend the forecaster that was given to attach")

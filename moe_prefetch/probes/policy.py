@@ -13,7 +13,7 @@ def policy_of(config: Config, plan: str | None, forecaster: Forecaster | None) -
     """The policy that will run under the name asked for. Raises ConfigError where another one would have to stand in for it."""
     name = config.experts.plan if plan is None else plan
     if name not in ("auto", *POLICIES):
-        near = difflib.get_close_matches(name, POLICIES, n=1)
+        near = difflib.get_close_matches(str(name), POLICIES, n=1)
         raise ConfigError(f"there is no plan {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where="plan",
                           expected=", ".join(("auto", *POLICIES)), do="name one of them")
     if config.experts.home == "local" and (plan not in (None, "auto") or forecaster is not None):
