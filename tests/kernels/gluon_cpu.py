@@ -320,13 +320,6 @@ class Launch:
             tree.body = [x for x in tree.body if mine(x)]
             self.codes.append(compile(tree, path, "exec"))
 
-    def function(self) -> Callable[..., Any]:
-        """What a kernel calls, by itself."""
-        space = modules([0], 1, self.asm) | self.names
-        for code in self.codes:
-            exec(code, space)
-        return space[self.name]
-
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(*args: Any, **kw: Any) -> None:
             for option in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion"):

@@ -12,7 +12,7 @@ from moe_prefetch.kernels.kv_attend import fused
 if not fused.GLUON:
     pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
 
-from moe_prefetch.kernels.kv_attend import fused_decode
+from moe_prefetch.kernels.kv_attend import fused_decode, fused_decode_steps
 from moe_prefetch.kernels.kv_query import fused_decode as query
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
@@ -44,7 +44,7 @@ def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fused, "programs_on", lambda device, rows: programs)
     monkeypatch.setattr(fused, "DECODE", True)
     if not torch.cuda.is_available():
-        paths = (x.__file__ for x in (query, fused_decode))
+        paths = (x.__file__ for x in (query, fused_decode_steps, fused_decode))
         monkeypatch.setattr(fused_decode, "attend_decode", Launch("attend_decode", *paths))
     args, kw = case(**CASES[what])
     assert_law(args, kw)

@@ -365,7 +365,7 @@ def attend(
         if decode:
             fused_decode.attend_decode[(programs,)](
                 *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, span, B, table_BP.shape[1],
-                shares(most, items), scale * LOG2E, **shape, **fused_decode.constants(layout), **regs)
+                shares(most, items), scale * LOG2E, **shape, **fused_decode.constants(layout, RP), **regs, **pdl)
         else:
             # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
             HL = 2 if D // 64 * RP * 2 <= 16 else 1

@@ -1,8 +1,9 @@
 """Decode attention over FP4 pages on Hopper, in Gluon: the arithmetic of `fused.attend_pages`, with copies and barriers laid out by hand.
 
 Bulk copies bring a record in two pieces to one of STAGES places in shared memory, asked for by one thread as soon as the page before there
-has been read. Three barriers a page: its arrival, the maximum, p. Columns of every MMA lie so that a lane keeps its rows from scores to p
-to output. `serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
+has been read (WHEN 0), behind its output (1) or behind the scores of the page after it (2). Three barriers a page: its arrival, the
+maximum, p. Columns of every MMA lie so that a lane keeps its rows from scores to p to output. `serves` says for which calls;
+tests/kernels/gluon_cpu.py runs this text on a CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
 from ..kv_query.fused_decode import outlier_queries, queries, read, read_channels
+from .fused_decode_steps import by_row, exp2, hi_plane, lo_plane, outliers, own, scale, terms
 
 NONE = gl.constexpr(-1.0e30)
 CODES = gl.NVMMASharedLayout(128, 8, 2)
@@ -33,64 +35,8 @@ def _add(a, b):
 
 
 @gluon.jit
-def _hi(x):
-    y = gl.inline_asm_elementwise("and.b32 $0, $1, 0x8E8E8E8E;", "=r,r", [x], dtype=gl.uint8, is_pure=True, pack=4)
-    return y.to(gl.float8e5, bitcast=True)
-
-
-@gluon.jit
-def _lo(x):
-    y = gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; shr.u32 a, $1, 3; shl.b32 b, $1, 7; and.b32 a, a, 0x0E0E0E0E; lop3.b32 $0, b, 0x80808080, a, 0xEA; }",
-        "=r,r", [x], dtype=gl.uint8, is_pure=True, pack=4)
-    return y.to(gl.float8e5, bitcast=True)
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _scale(word, i: gl.constexpr):
-    return ((word >> (8 * i) & 0x7F) << 20).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _cut(p, programs, total):
     return total // programs * p + total % programs * p // programs
-
-
-@gluon.jit
-def _terms(p_TR, R: gl.constexpr):
-    """p as E4M3 hi, lo: uint8 [2 planes, 64 tokens in the order of tau, R] each."""
-    a, b = gl.split(gl.permute(gl.reshape(p_TR, [2, 4, 2, 8, R]), [0, 1, 3, 4, 2]))
-    x = gl.join(a, b)
-    hi, lo = gl.inline_asm_elementwise(
-        """{ .reg .b32 e, g;
-        cvt.rn.f16x2.f32 g, $3, $2; add.u32 e, g, 0x00400040; and.b32 e, e, 0xFF80FF80; sub.rn.f16x2 g, g, e;
-        cvt.rn.satfinite.e4m3x2.f16x2 $0, e; cvt.rn.satfinite.e4m3x2.f16x2 $1, g; }""",
-        "=h,=h,f,f", [x], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=2)
-    return gl.reshape(gl.permute(hi, [0, 1, 2, 4, 3]), [2, 64, R]), gl.reshape(gl.permute(lo, [0, 1, 2, 4, 3]), [2, 64, R])
-
-
-@gluon.jit
-def by_row(x, RP: gl.constexpr):
-    """[128, 8] with columns as lanes hold them, to [128, RP]: 4 rows have every second column, of 8 rows r has 2 (r % 4) + r // 4."""
-    if RP == 4:
-        y, _ = gl.split(gl.reshape(x, [128, 4, 2]))
-    else:
-        y = gl.reshape(gl.permute(gl.reshape(x, [128, 4, 2]), [0, 2, 1]), [128, 8])
-    return y
-
-
-@gluon.jit
-def _own(o, V_MMA: gl.constexpr, X: gl.constexpr):
-    """Of [128 channels, 2 X] what the two halves have in their own columns: [64, X] each."""
-    a, b = gl.split(gl.permute(gl.reshape(o, [2, 64, 2, X]), [1, 3, 0, 2]))
-    a0, _ = gl.split(a)
-    _, b1 = gl.split(b)
-    return gl.convert_layout(a0, V_MMA), gl.convert_layout(b1, V_MMA)
 
 
 @gluon.jit
@@ -106,45 +52,11 @@ def _ask(codes, tail, rec, codes_s, tail_s, codes_bar, tail_bar, s, D: gl.conste
     tma.async_copy_global_to_shared(tail, [rec, D, 0], tail_bar.index(s), tail_s.index(s), pred=pred)
 
 
-@gluon.jit
-def _outliers(tail_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
-    """FP16 [128, 16]: the outlier channels of K, up to 8, twice."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if OUT == 8:
-        KO_L: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [8, 0], [64, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 8])
-        ko = tail_1._reinterpret(gl.float16, [TAIL, 8, 8], FLAT2).index(D * 6 // 128)._reinterpret(gl.float16, [128, 8], FLAT2).load(KO_L)
-    else:
-        # as pairs of channels in 32-bit words
-        W_L: gl.constexpr = gl.DistributedLinearLayout(
-            [[8, 0], [64, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 4])
-        T_L: gl.constexpr = gl.SliceLayout(1, W_L)
-        j_J = gl.arange(0, 4, gl.SliceLayout(0, W_L))
-        if OUT == 1:
-            a_T = tail_1._reinterpret(gl.int16, [TAIL, 64], FLAT).index(D * 6 // 128)._reinterpret(gl.int16, [128], FLAT).load(T_L)
-            w_TJ = gl.where((j_J == 0)[None, :], (a_T.to(gl.int32) & 0xFFFF)[:, None], 0)
-        else:
-            # two rows of 6 bytes are three words: the one that a row begins in, and the next
-            PAIRS: gl.constexpr = gl.PaddedSharedLayout([[2, 1]], [[1], [2], [4], [8], [16], [32], [64]], [], [128])
-            words = tail_1._reinterpret(gl.int32, [TAIL * 32, 1], FLAT)
-            odd_T = gl.arange(0, 128, T_L) % 2 == 1
-            a_T = words.index(D * 3 // 2)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
-            b_T = words.index(D * 3 // 2 + 1)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
-            first_T = gl.where(odd_T, (a_T >> 16 & 0xFFFF) | b_T << 16, a_T)
-            third_T = gl.where(odd_T, b_T >> 16, b_T) & 0xFFFF
-            w_TJ = gl.where((j_J == 0)[None, :], first_T[:, None], gl.where((j_J == 1)[None, :], third_T[:, None], 0))
-        low = w_TJ.to(gl.int16).to(gl.float16, bitcast=True)
-        high = (w_TJ >> 16).to(gl.int16).to(gl.float16, bitcast=True)
-        ko = gl.reshape(gl.join(low, high), [128, 8])
-    return gl.reshape(gl.permute(gl.join(ko, ko), [0, 2, 1]), [128, 16])
-
-
 @gluon.jit(do_not_specialize=["table_width", "even"])
 def attend_decode(
     codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, scale_log2,
     BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
-    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, WHEN: gl.constexpr,
 ):
     """Partial attention over pages, one query of R heads an item: as `fused.attend_pages`, which says what goes in and out.
 
@@ -176,8 +88,9 @@ def attend_decode(
         [[1, 0], [2, 0]] if RP == 4 else [[1, 0], [2, 0], [0, 4]], [[0, 1], [0, 2], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, RP])
     TWO: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2])
     P_S: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
-    # the next kernel may take the places of programs that have ended
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    # launched while the kernel in front may still end; the next one may take the places of programs that have ended
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
     codes_s = gl.allocate_shared_memory(gl.uint8, [STAGES, D, 128], CODES)
     tail_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1, TAIL, 32], PLAIN)
@@ -220,9 +133,9 @@ def attend_decode(
         slot = program + item
         # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
         stored = gl.load(stored_ptr + b)
-        page_0 = gl.load(table + t0)
-        page_1 = gl.load(table + gl.minimum(t0 + 1, t1 - 1))
-        page = gl.load(table + gl.minimum(t0 + 2, t1 - 1))
+        first = gl.load(table + t0)
+        second = gl.load(table + gl.minimum(t0 + 1, t1 - 1))
+        page = second if WHEN == 2 else gl.load(table + gl.minimum(t0 + 2, t1 - 1))
         q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D, QC)
         if OUT > 0:
             channels_O = read_channels(channels_ptr + n * OUT, OUT)
@@ -230,8 +143,9 @@ def attend_decode(
         _expect(codes_bar, tail_bar, stage, D, TAIL, True)
         _expect(codes_bar, tail_bar, 1 - stage, D, TAIL, t0 + 1 < t1)
         gl.thread_barrier()
-        _ask(codes, tail, page_0 * N + n, codes_s, tail_s, codes_bar, tail_bar, stage, D, LINES, True)
-        _ask(codes, tail, page_1 * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - stage, D, LINES, t0 + 1 < t1)
+        _ask(codes, tail, first * N + n, codes_s, tail_s, codes_bar, tail_bar, stage, D, LINES, True)
+        if WHEN < 2:
+            _ask(codes, tail, second * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - stage, D, LINES, t0 + 1 < t1)
         if t0 == 0:
             gl.store(span_ptr + item * 2, slot)
         if t1 == units:
@@ -272,15 +186,15 @@ def attend_decode(
             tr = tail_1._reinterpret(gl.float32, [TAIL * 16, 2], FLAT).index(LINES * 16 - D * 16 - 16).load(TWO)
             zero_S = gl.zeros([128, QC], gl.float32, S_MMA)
             if OUT > 0:
-                ko = gl.convert_layout(_outliers(tail_1, D, OUT, TAIL), O_A)
+                ko = gl.convert_layout(outliers(tail_1, D, OUT, TAIL), O_A)
                 s_o = warpgroup_mma(ko, qo_s.permute([1, 0]), gl.zeros([128, 8], gl.float32, O_MMA), use_acc=False, is_async=True)
-            k_lo = _lo(k)
+            k_lo = lo_plane(k)
             s_lo = warpgroup_mma(k_lo, q0_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
             s_lo = warpgroup_mma(k_lo, q1_s.permute([1, 0]), s_lo, is_async=True)
             if OUT > 0:
                 # registers of its operand are wanted
                 s_o = warpgroup_mma_wait(2, [s_o])
-            k_hi = _hi(k)
+            k_hi = hi_plane(k)
             s_hi = warpgroup_mma(k_hi, q2_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
             s_hi = warpgroup_mma(k_hi, q3_s.permute([1, 0]), s_hi, is_async=True)
             s_lo, s_hi = warpgroup_mma_wait(0, [s_lo, s_hi])
@@ -293,10 +207,10 @@ def attend_decode(
             else:
                 s0 = by_row(s_lo, RP)
                 s1 = by_row(s_hi, RP)
-            s_TR = gl.convert_layout(s0, S_L) * _scale(ks_T, 0)[:, None] + gl.convert_layout(s1, S_L) * _scale(ks_T, 1)[:, None]
+            s_TR = gl.convert_layout(s0, S_L) * scale(ks_T, 0)[:, None] + gl.convert_layout(s1, S_L) * scale(ks_T, 1)[:, None]
             if D == 128:
-                s_TR = s_TR + gl.convert_layout(s2, S_L) * _scale(ks_T, 2)[:, None]
-                s_TR = s_TR + gl.convert_layout(s3, S_L) * _scale(ks_T, 3)[:, None]
+                s_TR = s_TR + gl.convert_layout(s2, S_L) * scale(ks_T, 2)[:, None]
+                s_TR = s_TR + gl.convert_layout(s3, S_L) * scale(ks_T, 3)[:, None]
             s_TR = s_TR * unit_R[None, :]
             if OUT > 0:
                 s_TR = s_TR + gl.convert_layout(by_row(s_o, RP), S_L)
@@ -305,14 +219,18 @@ def attend_decode(
             w_WR = gl.max(gl.max(gl.max(gl.reshape(s_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), axis=1)
             max_s.store(w_WR)
             new_R = gl.convert_layout(gl.max(max_s.load(MAX_L), axis=0), R_L)
+            if WHEN == 2:
+                # every warp has read the page before
+                _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - s, D, LINES, t + 1 < t1)
+                page = gl.load(table + gl.minimum(t + 2, t1 - 1))
             more = t + STAGES < t1
             _expect(codes_bar, tail_bar, s, D, TAIL, more)
             new_R = gl.maximum(m_R, new_R)
-            alpha_R = _exp2(m_R - new_R)
+            alpha_R = exp2(m_R - new_R)
             m_R = new_R
             acc_R = alpha_R * (v_was_R * (0x7F000000 - v_now_R.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True))
             v_was_R = v_now_R
-            p_TR = _exp2(s_TR + (120.0 - new_R)[None, :])
+            p_TR = exp2(s_TR + (120.0 - new_R)[None, :])
             p_WR = gl.convert_layout(gl.sum(gl.sum(gl.reshape(p_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), L_L)
             alpha_L = gl.convert_layout(alpha_R, gl.SliceLayout(0, gl.SliceLayout(0, L_L)))
             l_WR = l_WR * gl.expand_dims(gl.expand_dims(alpha_L, 0), 0) + p_WR * 7.523163845262640e-37
@@ -320,9 +238,9 @@ def attend_decode(
                 vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(2).load(T_L).to(gl.int32)
             else:
                 vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(2).load(T_L).to(gl.int32)
-            hi0, lo0 = _terms(p_TR * _scale(vs_T, 0)[:, None], RP)
+            hi0, lo0 = terms(p_TR * scale(vs_T, 0)[:, None], RP)
             if D == 128:
-                hi1, lo1 = _terms(p_TR * _scale(vs_T, 1)[:, None], RP)
+                hi1, lo1 = terms(p_TR * scale(vs_T, 1)[:, None], RP)
                 p = gl.join(gl.reshape(gl.join(hi0, lo0), [2, 64, X]), gl.reshape(gl.join(hi1, lo1), [2, 64, X]))
                 p = gl.reshape(gl.permute(p, [0, 1, 3, 2]), [2, 64, 2 * X])
             else:
@@ -332,21 +250,25 @@ def attend_decode(
             p1_s.permute([1, 0]).store(p1.to(gl.float8e4nv, bitcast=True))
             v = codes_s.index(s).slice(D // 2, D // 2, dim=0)._reinterpret(gl.uint8, [D, 64], V_S).load(W_A)
             fence_async_shared()
-            v_lo = _lo(v)
-            v_hi = _hi(v)
+            v_lo = lo_plane(v)
+            v_hi = hi_plane(v)
             o = warpgroup_mma(v_lo, p0_s.permute([1, 0]), gl.zeros([D, KG * X], gl.float32, W_MMA), use_acc=False, is_async=True)
             o = warpgroup_mma(v_hi, p1_s.permute([1, 0]), o, is_async=True)
-            # every warp has read its part of the page, since P is complete: the page after next may come
-            _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
-            page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
+            if WHEN == 0:
+                # every warp has read its part of this page, since P is complete: the one after next may come
+                _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
+                page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
             alpha_X = gl.convert_layout(gl.reshape(gl.join(acc_R, acc_R), [X]), VN_L)
             o = warpgroup_mma_wait(0, [o])
             if D == 128:
-                o0, o1 = _own(o, V_MMA, X)
+                o0, o1 = own(o, V_MMA, X)
                 acc0 = acc0 * alpha_X[None, :] + o0
                 acc1 = acc1 * alpha_X[None, :] + o1
             else:
                 acc0 = acc0 * alpha_X[None, :] + o
+            if WHEN == 1:
+                _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
+                page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
 
         out_R = v_was_R * 16384.0
         part = part_ptr + slot * R * D
@@ -366,9 +288,11 @@ def attend_decode(
         gl.store(ml_ptr + (slot * R + r_L) * 2 + 1, l_R, mask=r_L < R)
 
 
-# Head dim and query rows: programs on a multiprocessor, with so many registers a thread.
+# Head dim and query rows: programs on a multiprocessor, with so many registers a thread; when a program asks for a page (see above). What
+# is asked for early waits in line: with more than 100 KB a multiprocessor some programs get less than others, and end late.
 FIT = {(128, 4): (4, 128), (128, 8): (3, 168), (64, 4): (4, 128), (64, 8): (4, 128)}
-STAGES = 2  # pages on their way or being read; more than 150 KB on their way to a multiprocessor are slower
+WHEN = {(128, 4): 2, (128, 8): 1, (64, 4): 0, (64, 8): 0}
+STAGES = 2  # pages on their way or being read
 
 
 def serves(layout: PageLayout, rows: int, pool_PNb: torch.Tensor, queries: int, sliding: int, softcap: float) -> bool:
@@ -391,6 +315,6 @@ def _tail(layout: PageLayout) -> int:
     return 1 << (layout.page_bytes // 128 - layout.k_dim - 1).bit_length()
 
 
-def constants(layout: PageLayout) -> dict[str, int]:
+def constants(layout: PageLayout, rows: int) -> dict[str, int]:
     """What the kernel is compiled for, beside the shapes."""
-    return {"LINES": layout.page_bytes // 128, "TAIL": _tail(layout), "STAGES": STAGES}
+    return {"LINES": layout.page_bytes // 128, "TAIL": _tail(layout), "STAGES": STAGES, "WHEN": WHEN[layout.k_dim, rows]}

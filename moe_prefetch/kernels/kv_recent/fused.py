@@ -9,14 +9,11 @@ from ..kv_fp4.fused import NONE, bend, dot, exp2
 
 
 @triton.jit
-def see(
-    q_RD, norm, qpos_R, m_R, l_R, acc_RC, t_T, item, stored, length, first, c_C, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-    NR: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+def fetch(
+    t_T, item, stored, length, first, c_C, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, D: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr,
 ):
-    """Channels `c_C` of attention over an item's FP16 tokens `t_T`, on top of what was seen before: maximum, sum, output."""
-    # Rows of q are M here: sixteen of them make an ordinary MMA. With tokens as M, ptxas of CUDA 12.8 reads a uniform register that
-    # nobody wrote for the descriptor of p (tests/kernels/machine_code.py looks for that).
+    """K and, of channels `c_C`, V of an item's FP16 tokens `t_T`."""
     d_D = tl.arange(0, D)
     in_sinks = tl.minimum(length, SINKS)
     there_T = t_T < tl.where(length > SINKS, length - stored, length)
@@ -29,6 +26,19 @@ def see(
         v_T = tl.where(t_T < in_sinks, sink_v_ptr + row_T * D, v_T)
     k_TD = tl.load(k_T[:, None] + d_D[None, :], mask=there_T[:, None], other=0)
     v_TC = tl.load(v_T[:, None] + c_C[None, :], mask=there_T[:, None], other=0)
+    return k_TD, v_TC
+
+
+@triton.jit
+def see(
+    q_RD, norm, qpos_R, m_R, l_R, acc_RC, t_T, k_TD, v_TC, stored, length,
+    NR: tl.constexpr, TOKENS: tl.constexpr, SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
+):
+    """Attention over what was fetched of an item's FP16 tokens `t_T`, on top of what was seen before: maximum, sum, V's channels."""
+    # Rows of q are M here: sixteen of them make an ordinary MMA. With tokens as M, ptxas of CUDA 12.8 reads a uniform register that
+    # nobody wrote for the descriptor of p (tests/kernels/machine_code.py looks for that).
+    in_sinks = tl.minimum(length, SINKS)
+    there_T = t_T < tl.where(length > SINKS, length - stored, length)
     s_RT = dot(q_RD, tl.trans(k_TD), tl.zeros((NR, TOKENS), tl.float32)) * norm
     if SOFTCAP > 0:
         s_RT = bend(s_RT, SOFTCAP)
@@ -72,15 +82,16 @@ def attend_recent(
     m_R = tl.full((NR,), NONE, tl.float32)
     l_R = tl.zeros((NR,), tl.float32)
     acc_RD = tl.zeros((NR, D), tl.float32)
-    m_R, l_R, acc_RD = see(
-        q_RD, norm, qpos_R, m_R, l_R, acc_RD, piece * 64 + tl.arange(0, 64), item, stored, length, first, d_D, sink_k_ptr, sink_v_ptr,
-        recent_k_ptr, recent_v_ptr, NR, D, 64, SINKS, RING, SLIDING, SOFTCAP)
+    # all asked for before any is worked on
+    t_T = piece * 64 + tl.arange(0, 64)
+    k_TD, v_TC = fetch(t_T, item, stored, length, first, d_D, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, D, SINKS, RING)
     if REST > 0:
         # of pieces before the last these are beyond all tokens
-        t_T = tl.where(piece == PIECES - 1, PIECES * 64, SINKS + RING) + tl.arange(0, REST)
-        m_R, l_R, acc_RD = see(
-            q_RD, norm, qpos_R, m_R, l_R, acc_RD, t_T, item, stored, length, first, d_D, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr,
-            NR, D, REST, SINKS, RING, SLIDING, SOFTCAP)
+        e_T = tl.where(piece == PIECES - 1, PIECES * 64, SINKS + RING) + tl.arange(0, REST)
+        k_ED, v_EC = fetch(e_T, item, stored, length, first, d_D, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, D, SINKS, RING)
+    m_R, l_R, acc_RD = see(q_RD, norm, qpos_R, m_R, l_R, acc_RD, t_T, k_TD, v_TC, stored, length, NR, 64, SINKS, SLIDING, SOFTCAP)
+    if REST > 0:
+        m_R, l_R, acc_RD = see(q_RD, norm, qpos_R, m_R, l_R, acc_RD, e_T, k_ED, v_EC, stored, length, NR, REST, SINKS, SLIDING, SOFTCAP)
     row_R = slot * R + r_R
     tl.store(part_ptr + row_R[:, None] * D + d_D[None, :], acc_RD, mask=(r_R < R)[:, None])
     tl.store(ml_ptr + row_R * 2, m_R, mask=r_R < R)
