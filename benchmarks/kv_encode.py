@@ -1,13 +1,13 @@
 """Compare every encoder of pages with the naive law on one GPU, byte by byte, and time those of FP4 pages; rows for
 `benchmarks/results/kv-attend.csv`.
 
-usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N] [--layouts REGEX] [--jobs N] [--all]
+usage: python benchmarks/kv_encode.py --out ROWS.csv [--commit ID] [--blocks N] [--layouts REGEX] [--jobs N] [--all] [--tokens float16]
 
-`--blocks` random scale blocks for `fp4-72` and `fp4-quality` at head dims 64 and 128 (whose times are taken), a hundredth of them for every
-other layout; each with every bf16 value in every lane, and appends of 1 to 128 tokens. Every difference is named, and the last line says
-which encoders `PROVEN` in `kernels/kv_encode/op.py` may name. Medians over replays of a CUDA graph. `copy_share` = (bytes read + bytes
-written) / time over the rate of the fastest device-to-device copy of the same run. `--jobs` processes compile beforehand.
-`--all` lets the Gluon encoder (`fused_pages.py`) write every layout it can, not only those of its PROVEN.
+`--blocks` random scale blocks for `fp4-72` and `fp4-quality` at head dims 64 and 128 (whose times are taken, of bf16 tokens), a hundredth
+of them for every other layout; each with every bf16 (or fp16) value in every lane, and appends of 1 to 128 tokens. Every difference is
+named, and the last line says which encoders `PROVEN` in `kernels/kv_encode/op.py` may name. Medians over replays of a CUDA graph.
+`copy_share` = (bytes read + bytes written) / time over the rate of the fastest device-to-device copy of the same run. `--jobs` processes
+compile beforehand. `--all` lets the Gluon encoder (`fused_pages.py`) write every layout it can, not only those of its PROVEN.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, neutral_b
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of, layout_for
 
 HEADS, STRIDE = 8, 16
+TOKENS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 TIMED = [(kind, dim) for kind in ("fp4-72", "fp4-quality") for dim in (64, 128)]
 
 
@@ -45,6 +46,9 @@ def cases() -> dict[str, tuple[ModuleType, PageLayout]]:
         name = f"{kind}_mla{k_dim}" if rope else f"{kind}_d{k_dim}" + (f"_v{v_dim}" if v_dim != k_dim else "")
         if module:
             found[name] = (module, layout)
+    # other numbers of outliers than a format's own
+    for dim, outliers in ((d, o) for d in (64, 128) for o in (0, 2, 8, 16)):
+        found[f"fp4-quality_d{dim}_o{outliers}"] = (fused, PageLayout(format_of("fp4-quality"), dim, dim, outliers))
     return found
 
 
@@ -62,18 +66,20 @@ def runs_of(pages: list[int], start: int, count: int, source: int = 0) -> torch.
     return torch.tensor(runs_for(pages, start, count, source), dtype=torch.int32, device="cuda")
 
 
-def differs(module: ModuleType, layout: PageLayout, book: Book, blocks: int, slots: int) -> tuple[int, list[str]]:
-    """Blocks compared, and what is not as the law has it; `slots` of a page are filled one by one."""
+def differs(
+    module: ModuleType, layout: PageLayout, book: Book, blocks: int, slots: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[int, list[str]]:
+    """Blocks of tokens in `dtype` compared, and what is not as the law has it; `slots` of a page are filled one by one."""
     done, faults, heads = 0, [], heads_of(layout)
     widths = layout.k_dim + layout.rope, layout.v_dim
     a_token = max(1, layout.k_dim // 32 + layout.v_dim // 64)
-    every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16)
+    every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype)
     pages = 64 if not layout.rope else 512
     step = pages * PAGE
 
     def tokens(count: int) -> list[torch.Tensor]:
         loud = torch.exp2(torch.randint(-20, 15, (count, 1, 1), device="cuda"))
-        return [torch.randn(count, heads, w, device="cuda").mul_(loud).bfloat16() for w in widths]
+        return [torch.randn(count, heads, w, device="cuda").mul_(loud).to(dtype) for w in widths]
 
     def compare(what: str, x: list[torch.Tensor], calls: list[tuple[torch.Tensor, int]], size: int) -> None:
         law = empty_pages(size, heads, layout, "cuda")
@@ -121,11 +127,11 @@ def speed(name: str, layout: PageLayout, book: Book, copy_rate: float) -> list[t
     return [(f"append_b64_{end}", "us", append, "us"), (whole_case, "us", prompt, "us"), (whole_case, "copy_share", share, "share")]
 
 
-def warm(names: list[str]) -> None:
+def warm(names: list[str], dtype: torch.dtype) -> None:
     for name in names:
         module, layout = cases()[name]
         widths = layout.k_dim + layout.rope, layout.v_dim
-        x = [torch.zeros(PAGE, heads_of(layout), w, dtype=torch.bfloat16, device="cuda") for w in widths]
+        x = [torch.zeros(PAGE, heads_of(layout), w, dtype=dtype, device="cuda") for w in widths]
         pool = empty_pages(1, heads_of(layout), layout, "cuda")
         for n in (1, 72, PAGE):
             module.encode(pool, *x, runs_of([0], 0, n), neutral_book(layout, heads_of(layout), "cuda"), layout, most=n)
@@ -139,15 +145,16 @@ def main() -> int:
     ap.add_argument("--layouts", default=".")
     ap.add_argument("--jobs", type=int, default=0)
     ap.add_argument("--all", action="store_true")
+    ap.add_argument("--tokens", choices=TOKENS, default="bfloat16")
     ap.add_argument("--warm", nargs="*", help=argparse.SUPPRESS)
     a = ap.parse_args()
     if a.all:
         fused.fused_pages.PROVEN = None
     if a.warm is not None:
-        warm(a.warm)
+        warm(a.warm, TOKENS[a.tokens])
         return 0
     names = [n for n in cases() if re.search(a.layouts, n)]
-    same = [sys.executable, __file__, "--out", a.out, *["--all"] * a.all]
+    same = [sys.executable, __file__, "--out", a.out, "--tokens", a.tokens, *["--all"] * a.all]
     jobs = [subprocess.Popen([*same, "--warm", *names[i :: a.jobs]]) for i in range(a.jobs)]
     for job in jobs:
         job.wait()
@@ -166,12 +173,13 @@ def main() -> int:
         book, encoder = book_of(layout), module.__name__.rpartition(".")[2]
         fast = tuple(name.split("_d")) in {(k, str(d)) for k, d in TIMED}
         try:
-            blocks, faults = differs(module, layout, book, a.blocks if fast else a.blocks // 100, PAGE if fast else 12)
+            size, slots = (a.blocks, PAGE) if fast else (a.blocks // 100, 12)
+            blocks, faults = differs(module, layout, book, size, slots, TOKENS[a.tokens])
         except Exception as error:  # noqa: BLE001  one layout must not hide the others
             blocks, faults = 0, [f"{type(error).__name__}: {str(error)[-300:]}"]
         right[encoder] = right.get(encoder, True) and not faults
         print(f"{name}: {encoder}, {blocks:,} blocks", "; ".join(faults) or "equal", flush=True)
-        for row in speed(name, layout, book, copy_rate) if fast else []:
+        for row in speed(name, layout, book, copy_rate) if fast and a.tokens == "bfloat16" else []:
             if not faults:
                 rows.append(("kv-encode", row[0], row[1], f"{row[2]:.4g}", row[3], *stamp, f"{blocks} blocks equal"))
         with open(a.out, "w", newline="") as f:

@@ -297,7 +297,7 @@ def encode_pages(
 
 # (Head dim, outliers) whose bytes have been compared with the law's on a GPU, of tokens in BF16; others are `fused.encode_pages`' there.
 # None: all of them, which is how `benchmarks/kv_encode.py --all` compares the others.
-PROVEN: tuple[tuple[int, int], ...] | None = ((64, 1), (128, 4))
+PROVEN: tuple[tuple[int, int], ...] | None = ((64, 1), (128, 3), (128, 4))
 
 
 def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor, outliers: int) -> bool:
