@@ -230,7 +230,7 @@ def test_a_streamer_is_told_through_a_wrapper_too(case) -> None:
     cache = make_cache(model, models.config("fp8", attention="pages"), stats, max_length=100)
     told = Told()
     wrapped = lambda *args, **kw: captured(*args, **kw)  # noqa: E731
-    got = models.generate(model, models.ids(60), cache, n=5, streamer=told, custom_generate=wrapped)
+    got = models.generate(model, models.ids(60).to(DEVICE), cache, n=5, streamer=told, custom_generate=wrapped)
     assert told.said[-1] == "end" and len(told.said) == got.shape[1] - 60 + 2
 
 
@@ -239,9 +239,9 @@ def test_a_cache_made_in_inference_mode_is_used_outside_of_it(case) -> None:
     for size in (None, 100):
         cache = make_cache(model, models.config("fp8", attention="pages"), stats, max_length=size)
         with torch.inference_mode():
-            first = models.generate(model, models.ids(60), cache, n=5)
+            first = models.generate(model, models.ids(60).to(DEVICE), cache, n=5)
         cache.reset()
-        assert torch.equal(models.generate(model, models.ids(60), cache, n=5), first)
+        assert torch.equal(models.generate(model, models.ids(60).to(DEVICE), cache, n=5), first)
 
 
 def test_a_dict_with_scores_logits_and_the_cache(case, way: str) -> None:
