@@ -94,6 +94,8 @@ class Warp:
             at = self.value(where[1]) + U32(where[2] or 0)
             for i, name in enumerate(args[:-1]):
                 self.put(name, self.shared.view(U32)[at // 4 + U32(i)], mine)
+        elif op == "st.shared.b32":
+            self.shared.view(U32)[self.value(args[0].strip("[]"))[mine] // 4] = self.value(args[1])[mine]
         elif op.startswith("red."):
             self.counted[int("+8" in args[0])] += int(self.value(args[1])[mine].sum())
         elif op == "mov.b32" and len(args) == 3:

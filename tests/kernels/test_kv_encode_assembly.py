@@ -66,7 +66,7 @@ def test_scales_and_codes(blocks: int) -> None:
         found = Warp(shared).run(assembly.most(blocks), lanes(x, 2) | both(34, place) | {"encode_most": np.zeros(32, U32)})
         assert (found["$0"] == u32(mag.amax(-1)[own])).all(), turn
         for limit in (mag.amax(), mag.amax() * 1.0001):
-            told = Warp(shared).run(assembly.loud(), found | {"$1": np.full(32, limit.item(), np.float32).view(U32)})["$0"]
+            told = Warp(np.full(4, limit.item(), np.float32).view(np.uint8)).run(assembly.loud(), found | {"$1": np.full(32, 8, U32)})["$0"]
             assert (told == (mag.amax() >= limit).numpy()).all(), turn
         outs = 2 * blocks + 2
         inputs = lanes(x, outs) | places(outs + 32) | both(outs + 70, found["$0"])
@@ -101,8 +101,8 @@ def test_a_number_that_is_none_shows_in_the_largest_and_reads_from_shared_memory
         x[torch.randint(16, (9,)), torch.randint(64, (9,))] = torch.tensor(odd)[torch.arange(9) % len(odd)]
         found = Warp(table()).run(
             assembly.most(blocks), lanes(x, 2) | both(34, (LANES % 16 * 8).astype(U32)) | {"encode_most": np.zeros(32, U32)})
-        limit = {"$1": np.full(32, 65504, np.float32).view(U32)}
-        assert (Warp(table()).run(assembly.loud(), dict(found) | limit)["$0"] == 1).all()
+        limit = np.full(1, 65504, np.float32).view(np.uint8)
+        assert (Warp(limit).run(assembly.loud(), found | {"$1": np.zeros(32, U32)})["$0"] == 1).all()
         outs = 2 * blocks + 2
         inputs = lanes(x, outs) | places(outs + 32) | both(outs + 70, found["$0"])
         for j in range(16):
@@ -113,11 +113,12 @@ def test_a_number_that_is_none_shows_in_the_largest_and_reads_from_shared_memory
 
 @pytest.mark.parametrize("count", [64, 128])
 def test_least_of_numbers(count: int) -> None:
-    x = torch.rand(count) * 1e30
-    for at in (0, count // 2 + 3, count - 1):
+    x = torch.rand(4 + count) * 1e30
+    for at in (4, count // 2 + 3, count + 3):
         x[at] /= 1e6
-        found = Warp(x.numpy().view(np.uint8)).run(assembly.least(count), {"$1": np.zeros(32, U32)})
-        assert (found["$0"] == u32(x.min())).all()
+        warp = Warp(x.numpy().copy().view(np.uint8))
+        warp.run(assembly.least(count), {"$1": np.zeros(32, U32)})
+        assert warp.shared.view(np.float32)[0] == x[4:].min()
 
 
 ODD = torch.tensor([float("nan"), float("inf"), -float("inf"), 7e4, -1e30, 65504.0, -0.0, 1e-40, 3.0])

@@ -123,7 +123,9 @@ class Assembly:
             return 0
         if "redux.sync.min" in text:
             at = (int(args[0]) - fused_tiles.KEPT.value) // 4
-            return Tensor(self.words[at : at + (128 if "[l+256]" in text else 64)].view(torch.float32).min())
+            least = self.words[at + 4 : at + 4 + (128 if "[l+272]" in text else 64)].view(torch.float32).min()
+            self.words[at] = least.view(torch.int32)
+            return 0
         if text.startswith("st.shared.v2"):
             self.kept = [y.v for y in args[1:]]
             return 0
@@ -142,7 +144,8 @@ class Assembly:
             self.loud = 0.0
             return 0
         if "setp.geu.f32 p, encode_most" in text:
-            return Tensor(torch.tensor(int(self.loud >= float(unwrap(args[0])))))
+            limit = self.words[(int(args[0]) - fused_tiles.KEPT.value) // 4].view(torch.float32)
+            return Tensor(torch.tensor(int(self.loud >= limit)))
         if "setp.gtu.f32 r" in text:
             x, *counts = law.clean(args[0].v)
             args[2].base.view(-1).add_(torch.stack(counts))
@@ -158,7 +161,7 @@ class Assembly:
             args[2].base.view(-1).add_(torch.stack(law.clean(torch.where(gain != 0, x, 0.0))[1:]))
             return tuple(Tensor(y) for y in law.clean(x)[0].unbind(-1))
         x = [Tensor(torch.as_tensor(unwrap(y))) if not isinstance(y, Pointer) else y for y in args]
-        if any(word in text for word in (".shared .align", "cp.async", "%laneid", "griddepcontrol")):
+        if any(word in text for word in (".shared .align", "cp.async", "%laneid", "griddepcontrol", "prefetch")):
             return 0
         if "mma.sync" in text:
             return chosen(x, len(dtype) - 1)

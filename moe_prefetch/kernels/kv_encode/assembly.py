@@ -80,10 +80,10 @@ def ask() -> str:
 
 
 def least(count: int) -> str:
-    """The least of `count` FP32 numbers, none below zero, from $1 on in shared memory."""
-    out = ["{ .reg .b32 l, a, b; mov.u32 l, %laneid; shl.b32 l, l, 2; add.u32 l, l, $1; ld.shared.b32 a, [l];"]
-    out += [f"ld.shared.b32 b, [l+{128 * i}]; min.u32 a, a, b;" for i in range(1, count // 32)]
-    return " ".join([*out, "redux.sync.min.u32 a, a, -1; mov.b32 $0, a; }"])
+    """The least of `count` FP32 numbers, none below zero, from 16 bytes behind $1 on in shared memory: to $1, where all warps put it."""
+    out = ["{ .reg .b32 l, a, b; mov.u32 l, %laneid; shl.b32 l, l, 2; add.u32 l, l, $1; ld.shared.b32 a, [l+16];"]
+    out += [f"ld.shared.b32 b, [l+{128 * i + 16}]; min.u32 a, a, b;" for i in range(1, count // 32)]
+    return " ".join([*out, "redux.sync.min.u32 a, a, -1; st.shared.b32 [$1], a; mov.u32 $0, 0; }"])
 
 
 def columns() -> str:
@@ -132,8 +132,9 @@ def most(blocks: int) -> str:
 
 
 def loud() -> str:
-    """Whether the largest magnitude of a page is not below $1 for a lane of the warp."""
-    return """{ .reg .pred p; setp.geu.f32 p, encode_most, $1; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"""
+    """Whether the largest magnitude of a page is not below the FP32 number at $1 in shared memory for a lane of the warp."""
+    return """{ .reg .f32 a; .reg .pred p; ld.shared.f32 a, [$1]; setp.geu.f32 p, encode_most, a;
+        vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"""
 
 
 def choose(blocks: int) -> str:

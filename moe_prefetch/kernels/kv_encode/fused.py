@@ -354,11 +354,11 @@ def encode(
     pages = PAGES and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
     counts = torch.empty(2, dtype=torch.int64, device=dev)
     if pages:
-        programs, apart = fused_pages.grid(dev, N, len(runs_R4))
+        step, apart = fused_pages.grid(dev, N, len(runs_R4))
         pdl = {"launch_pdl": True} if ASM.value else {}
         count_nothing[(1,)](counts, PDL=ASM.value, num_warps=1, **pdl)
-        fused_pages.encode_pages[(programs,)](
-            *tensors, k_gain, k_weight, v_gain, v_weight, counts, fused_pages.table_on(dev), len(runs_R4), 128, apart, **constants,
+        fused_pages.encode_pages[(2 * N * step,)](
+            *tensors, k_gain, k_weight, v_gain, v_weight, counts, fused_pages.table_on(dev), len(runs_R4), step, 128, apart, **constants,
             num_warps=4, maxnreg=REGISTERS, **pdl)
     else:
         ready = torch.empty(9, N, D, dtype=torch.int32, device=dev)

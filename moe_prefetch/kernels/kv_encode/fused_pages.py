@@ -47,6 +47,7 @@ from .fused_tiles import (
     _quiet,
     _read,
     _shared,
+    _soon,
     _wait,
     _wait_before,
     _weights,
@@ -123,7 +124,7 @@ def _values_again(to, row, slot, count, n, v_ptr, counts_ptr, start, lane, wide,
 
 @gluon.jit
 def _keys(
-    r0, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, counts_ptr, start, lane, wide, limit,
+    r0, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, counts_ptr, start, lane, wide,
     N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_AT: gl.constexpr,
     KO_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
@@ -142,10 +143,14 @@ def _keys(
         else:
             record = pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES
             fill = (record + TRAILER_AT + 8).to(gl.pointer_type(gl.int32))
-            filled = gl.load(fill, cache_modifier=".cg")
-            old = gl.load((record + TRAILER_AT).to(gl.pointer_type(gl.int32)), cache_modifier=".cg")
-            if OUT > 0:
-                out_TO = _outliers(row - slot, slot, count, n, k_ptr, ch_O, N, D, OUTP)
+            # of 128 channels none of this would keep its place in registers: it is asked for again once they are coded
+            if D == 64:
+                filled = gl.load(fill, cache_modifier=".cg")
+                old = gl.load((record + TRAILER_AT).to(gl.pointer_type(gl.int32)), cache_modifier=".cg")
+                if OUT > 0:
+                    out_TO = _outliers(row - slot, slot, count, n, k_ptr, ch_O, N, D, OUTP)
+            else:
+                _soon(fill)
             # of the groups: lower and upper tokens of the first, of the last
             s0_PQ = gl.zeros([32, 4], gl.int32, OWN)
             s1_PQ = s0_PQ
@@ -175,8 +180,13 @@ def _keys(
                 s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
                 s2_PQ = mine[0]
                 s3_PQ = mine[1]
-            if _loud(limit) != 0:
+            if _loud(start, D) != 0:
                 s0_PQ, s1_PQ, s2_PQ, s3_PQ = _keys_again(record, row, slot, count, n, k_ptr, counts_ptr, start, lane, wide, N, D)
+            if D > 64:
+                filled = gl.load(fill, cache_modifier=".cg")
+                old = gl.load((record + TRAILER_AT).to(gl.pointer_type(gl.int32)), cache_modifier=".cg")
+                if OUT > 0:
+                    out_TO = _outliers(row - slot, slot, count, n, k_ptr, ch_O, N, D, OUTP)
             scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
             _finish(record, KS_AT, TRAILER_AT, old, scales, slot, count, start, turn, D // 32, 2)
             if OUT > 0:
@@ -191,7 +201,7 @@ def _keys(
 
 @gluon.jit
 def _values(
-    r0, runs, step, n, pool_ptr, v_ptr, runs_ptr, counts_ptr, start, lane, wide, limit,
+    r0, runs, step, n, pool_ptr, v_ptr, runs_ptr, counts_ptr, start, lane, wide,
     N: gl.constexpr, D: gl.constexpr, PAGE_BYTES: gl.constexpr, V_AT: gl.constexpr, VS_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
     GAIN: gl.constexpr = 5 * D + 16
@@ -234,7 +244,7 @@ def _values(
                 s1_PQ = gl.where(g == 0, mine[1], s1_PQ)
                 s2_PQ = mine[0]
                 s3_PQ = mine[1]
-            if _loud(limit) != 0:
+            if _loud(start, D) != 0:
                 s0_PQ, s1_PQ, s2_PQ, s3_PQ = _values_again(record + V_AT, row, slot, count, n, v_ptr, counts_ptr, start, lane, wide, N, D)
             scales = (s0_PQ, s1_PQ) if D == 64 else (s0_PQ, s1_PQ, s2_PQ, s3_PQ)
             _finish(record, VS_AT, TRAILER_AT + 4, old, scales, slot, count, start, turn, D // 64, 1)
@@ -245,10 +255,10 @@ def _values(
         count = then_count
 
 
-@gluon.jit(do_not_specialize=["runs", "wide", "apart"])
+@gluon.jit(do_not_specialize=["runs", "step", "wide", "apart"])
 def encode_pages(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
-    runs, wide, apart,
+    runs, step, wide, apart,
     N: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, OUTP: gl.constexpr, PAGE_BYTES: gl.constexpr, V_AT: gl.constexpr,
     KS_AT: gl.constexpr, VS_AT: gl.constexpr, KO_AT: gl.constexpr, TRAILER_AT: gl.constexpr,
 ):
@@ -261,7 +271,6 @@ def encode_pages(
     side = (p + p // apart) % 2
     n = p % (2 * N) // 2
     first = p // (2 * N)
-    step = gl.num_programs(0) // (2 * N)
     gains = k_gain_ptr
     weights = k_weight_ptr
     if side != 0:
@@ -284,20 +293,23 @@ def encode_pages(
             _ask(v_ptr, start, row - slot, slot, count, n, 0, upper, N, D)
     _learn(start, gain_I, weight_I, mean_I, out_I, ch_I, side == 0, D)
     gl.thread_barrier()
-    limit = _limit(start, D)
+    _limit(start, D)
     if side == 0:
-        _keys(first, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, counts_ptr, start, lane, wide, limit,
+        _keys(first, runs, step, n, pool_ptr, k_ptr, runs_ptr, channels_ptr, k_mean_ptr, counts_ptr, start, lane, wide,
               N, D, OUT, OUTP, PAGE_BYTES, KS_AT, KO_AT, TRAILER_AT)
     else:
-        _values(first, runs, step, n, pool_ptr, v_ptr, runs_ptr, counts_ptr, start, lane, wide, limit,
+        _values(first, runs, step, n, pool_ptr, v_ptr, runs_ptr, counts_ptr, start, lane, wide,
                 N, D, PAGE_BYTES, V_AT, VS_AT, TRAILER_AT)
     # who waits for this kernel waits for the one before it, too
     _wait_before(start)
 
 
-# (Head dim, outliers) whose bytes have been compared with the law's on a GPU, of tokens in BF16; others are `fused.encode_pages`' there.
+# By dtype of tokens: (head dim, outliers) whose bytes have been compared with the law's on a GPU; others are `fused.encode_pages`' there.
 # None: all of them, which is how `benchmarks/kv_encode.py --all` compares the others.
-PROVEN: tuple[tuple[int, int], ...] | None = ((64, 1), (128, 3), (128, 4))
+PROVEN: dict[torch.dtype, tuple[tuple[int, int], ...]] | None = {
+    torch.bfloat16: ((64, 1), (128, 3), (128, 4)),
+    torch.float16: ((64, 0), (64, 1), (64, 8), (128, 0), (128, 3), (128, 4), (128, 8)),
+}
 
 
 def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor, outliers: int) -> bool:
@@ -307,7 +319,7 @@ def serves(k_TNd: torch.Tensor, v_TNd: torch.Tensor, outliers: int) -> bool:
         return False
     if k_TNd.device.type != "cuda":
         return True
-    proven = PROVEN is None or ((k_TNd.shape[-1], outliers) in PROVEN and dtypes == {torch.bfloat16})
+    proven = PROVEN is None or (len(dtypes) == 1 and (k_TNd.shape[-1], outliers) in PROVEN[k_TNd.dtype])
     return proven and torch.cuda.get_device_capability(k_TNd.device)[0] == 9
 
 
@@ -331,6 +343,6 @@ def programs_on(device: torch.device) -> int:
 
 
 def grid(device: torch.device, heads: int, runs: int) -> tuple[int, int]:
-    """Programs, for every head as many as for any other, and how far apart those are that may share a multiprocessor: an even number."""
+    """Programs for K or V of a head, and how far apart those are that may share a multiprocessor: an even number."""
     most = programs_on(device)
-    return 2 * heads * min(max(most // (2 * heads), 1), runs), max(most // PROGRAMS // 2 * 2, 2)
+    return min(max(most // (2 * heads), 1), runs), max(most // PROGRAMS // 2 * 2, 2)

@@ -60,7 +60,7 @@ def _tau(b):
 def _shared(table_ptr):
     """Fill this program's table: its address."""
     start = gl.inline_asm_elementwise(
-        ".reg .f32 encode_most; { .shared .align 128 .b8 fp4_pages[48992]; mov.u32 $0, fp4_pages; }", "=r,r", [gl.program_id(0)],
+        ".reg .f32 encode_most; { .shared .align 128 .b8 fp4_pages[49008]; mov.u32 $0, fp4_pages; }", "=r,r", [gl.program_id(0)],
         dtype=gl.int32, is_pure=False, pack=1)
     i = gl.arange(0, 256, FLAT)
     i = gl.where(i < 208, i, 0)
@@ -154,9 +154,9 @@ def _quiet(start):
 
 
 @gluon.jit
-def _loud(limit):
-    """Whether a magnitude that a warp has seen of a page is not below `limit`."""
-    return gl.inline_asm_elementwise(LOUD, "=r,f", [limit], dtype=gl.int32, is_pure=False, pack=1)
+def _loud(start, D: gl.constexpr):
+    """Whether a magnitude that a warp has seen of a page is not below what `_limit` found."""
+    return gl.inline_asm_elementwise(LOUD, "=r,r", [start + BOOK + (6 * D + 16) * 4], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -169,6 +169,12 @@ def _wait(start):
 def _wait_before(start):
     """Until nothing has been counted: for the kernel before this one."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [start], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _soon(ptr):
+    """Have a line come to L2."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -192,17 +198,17 @@ def _learn(start, gain_I, weight_I, mean_I, out_I, ch_I, keys, D: gl.constexpr):
     room_I = 65504.0 - gl.abs(mean_I)
     # all that an outlier leaves in a code is its sign
     least_I = gl.where(out_I, 3e38, room_I * gl.abs(gain_I) * 0.99999)
-    _keep(at_I + (6 * D + 16) * 4, gl.where((room_I > 0) & (least_I > 0), least_I, 0.0).to(gl.int32, bitcast=True))
+    _keep(at_I + (6 * D + 20) * 4, gl.where((room_I > 0) & (least_I > 0), least_I, 0.0).to(gl.int32, bitcast=True))
 
 
 @gluon.jit
 def _limit(start, D: gl.constexpr):
-    """The least of what `_learn` found for the channels."""
+    """Put the least of what `_learn` found for the channels in front of it, for `_loud`."""
+    at = start + BOOK + (6 * D + 16) * 4
     if D == 64:
-        least = gl.inline_asm_elementwise(LEAST_64, "=f,r", [start + BOOK + (6 * D + 16) * 4], dtype=gl.float32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(LEAST_64, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
     else:
-        least = gl.inline_asm_elementwise(LEAST_128, "=f,r", [start + BOOK + (6 * D + 16) * 4], dtype=gl.float32, is_pure=False, pack=1)
-    return least
+        gl.inline_asm_elementwise(LEAST_128, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
