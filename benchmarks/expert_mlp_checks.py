@@ -40,7 +40,8 @@ MANY = Model(Form("bfloat16", 512, 1032), 6, 3)
 # One token: rows wide enough for the kernel of its own (`fused_token.py`), and not.
 ONE = Model(Form("mxfp4", 672, 1568, "bfloat16"), 24, 4, limit=7.0)
 REPLAYED = (("bf16", Model(Form("bfloat16", 512, 384), 24, 4), 9), ("bf16", MANY, 700), ("mxfp4 wide", ONE, 1), ("mxfp4", MXFP4, 1),
-            ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40), ("fp8", FP8, 1), ("fp8", FP8, 5), ("fp8", FP8, 40))
+            ("gpt-oss", MODELS["gpt-oss-120b"], 1), ("mxfp4", MXFP4, 5), ("mxfp4", MXFP4, 40), ("fp8", FP8, 1), ("fp8", FP8, 5),
+            ("fp8", FP8, 40))
 FAULTS: list[str] = []
 
 
