@@ -205,13 +205,11 @@ class LayerStore:
         """Take T new tokens per row (columns length .. length + T - 1). Raises ShapeError; nothing is taken then."""
         want = (self.batch, self.heads, k_BNTd.shape[2])
         if tuple(k_BNTd.shape) != (*want, self.k_dim) or tuple(v_BNTd.shape) != (*want, self.v_dim):
+            rows = f"it holds {self.batch} rows: make a cache for another number of them"
             raise ShapeError(
-                f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}",
-                where="KV cache",
+                f"K {tuple(k_BNTd.shape)} and V {tuple(v_BNTd.shape)}", where="KV cache",
                 expected=f"{(*want, self.k_dim)} and {(*want, self.v_dim)}",
-                do="give the cache the model it was made for"
-                if len(k_BNTd) == self.batch
-                else f"it holds {self.batch} rows: make a cache for another number of them",
+                do="give the cache the model it was made for" if len(k_BNTd) == self.batch else rows,
             )
         self.settle()
         T = k_BNTd.shape[2]
