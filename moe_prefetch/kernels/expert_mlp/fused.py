@@ -357,9 +357,7 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     (tokens, hidden), top_k, experts = hidden_TD.shape, ids_TK.shape[1], where_E.shape[0]
     pairs, device = tokens * top_k, hidden_TD.device
     if TOKEN and fused_token.serves(form, hidden_TD.dtype, tokens, top_k, device):
-        out = fused_token.launch(hidden_TD, ids_TK, weights_TK, where_E, form, limit, alpha)
-        if out is not None:
-            return out
+        return fused_token.launch(hidden_TD, ids_TK, weights_TK, where_E, form, limit, alpha)
     # Scratch: every element that is read has been written by this call.
     pair = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     count = torch.empty(experts, dtype=torch.int32, device=device)

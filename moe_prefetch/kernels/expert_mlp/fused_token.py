@@ -1,317 +1,400 @@
-"""One token and MXFP4 records, in Gluon: one launch with the bits of `fused.py`, on Hopper.
+"""One token and MXFP4 records, in Gluon: two launches with the bits of `fused.py`, on Hopper.
 
-Programs of four warps, all there at once (a cooperative launch), go through two phases. In the first a warp has 8 rows of gate and 8 of up
-of one expert, in the second half of the programs have 16 rows of down of all four experts, a warp an expert: M of its MMA. Between the
-phases stands a counter, and h goes through global memory. The experts are added in ascending order in the same program, so there is no
-`combine`.
+`gate_up`  a warp has 8 rows of gate and 8 of up, which are M of its MMA; weights come straight into registers, AHEAD tiles of 128 columns
+           before they are needed.
+`down`     a program has 8 rows of all experts of the token, a warp an expert. Weights are N of the MMA and lie in shared memory, the first
+           EARLY tiles asked for before the wait for `gate_up`; h is row 0 of M. The experts are added in ascending order in the same
+           program, so there is no `combine`.
 
-Codes come by asynchronous copies into a ring of 24 tiles of 128 columns and 8 rows a warp, as deep as shared memory for three programs a
-processor allows; it goes on to `down` while gate and up are multiplied, and memory works while programs wait for each other. Words and
-vectors are in registers a tile before they are multiplied. Products are those of `fused.py` in the same order; columns have other places
-within the 16 of an MMA, which changes no bit on an H200.
+Products are those of `fused.py` in the same order; columns have other places within the 16 of an MMA, which changes no bit on an H200.
 """
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .fused_elements import ASM, BF16, NONE, entry
-from .fused_token_parts import (
-    PLAIN,
-    PLAIN2,
-    PLAIN3,
-    L,
-    arrive,
-    columns,
-    copy,
-    fetch,
-    gated,
-    go,
-    halves,
-    part,
-    sixteen,
-    total,
-    until,
-    wait,
-)
 from .record import Form
 
+WARPS, AHEAD, EARLY = 4, 4, 12  # warps of `gate_up`
 TOP_K = 4  # what has been timed; other numbers of experts go the general way
-TOGETHER = 3  # programs that a processor has room for
-AHEAD = 3  # groups of two tiles of gate and up on their way
-PROCESSORS = 132  # so many programs are one on each
-COUNTERS = 1 << 15  # launches that can be captured, and streams
 # (Hidden, width, biases) whose bits have been compared with the other kernels' on a GPU: gpt-oss. None: all there is room for.
 PROVEN: tuple[tuple[int, int, str], ...] | None = ((2880, 2880, "bfloat16"),)
 
 
 @gluon.jit
-def token(x_ptr, ids_ptr, weights_ptr, where_ptr, h_ptr, out_ptr, count_ptr, limit, alpha, E: gl.constexpr, K: gl.constexpr,
-          D: gl.constexpr, F: gl.constexpr, BIAS: gl.constexpr, UP: gl.constexpr, DOWN: gl.constexpr, CLAMPED: gl.constexpr,
-          N: gl.constexpr, P: gl.constexpr, SMS: gl.constexpr):
-    """out [D], by way of h [K, F], which is in the order of `columns`. UP, DOWN: where codes, scales and biases are in a record."""
-    BLOCKS: gl.constexpr = F // 32
+def wait():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def go():
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fetch(address):
+    """A line to L2, where other kernels' stores are seen whenever it was asked for."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def part(address, AT: gl.constexpr, TYPE: gl.constexpr):
+    return gl.multiple_of((address + AT).to(gl.pointer_type(TYPE), bitcast=True), 128)
+
+
+@gluon.jit
+def decoded(w, f, GROUP: gl.constexpr):
+    """`fused_elements.e2m1` of two words of 16 bits in one of 32."""
+    if GROUP == 0:
+        y = gl.inline_asm_elementwise("and.b32 $0, $1, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r", [w, f], dtype=gl.int32,
+                                      is_pure=True, pack=1)
+    elif GROUP == 1:
+        y = gl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 3; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r",
+                                      [w, f], dtype=gl.int32, is_pure=True, pack=1)
+    elif GROUP == 2:
+        y = gl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r",
+                                      [w, f], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        y = gl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x001B001B; mul.lo.u32 $0, $0, 0x1084; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r",
+            [w, f], dtype=gl.int32, is_pure=True, pack=1)
+    return y
+
+
+@gluon.jit
+def factor(s, GROUP: gl.constexpr):
+    """`fused_elements.factor` of scales to which 0x7E7E7E7E has been added."""
+    return gl.inline_asm_elementwise("{ .reg .b32 a; prmt.b32 a, $1, 0, $2; shl.b32 $0, a, 7; }", "=r,r,n", [s, 0x4040 + GROUP * 0x0101],
+                                     dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def product(a0, a1, a2, a3, b0, b1, c):
+    """A warp's MMA. Of thread 4 g + q: a0 to a3 rows g, g + 8, g, g + 8 and columns 2 q, 2 q, 2 q + 8, 2 q + 8 and the next, b0 and b1 the
+    same columns of vector g; c: rows g, g, g + 8, g + 8 of vectors 2 q, 2 q + 1, 2 q, 2 q + 1."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1)
+
+
+# gate_up --------------------------------------------------------------------------------------------------------------------
+@gluon.jit
+def two(at, on):
+    """A word at each thread's pointer and the next."""
+    B4: gl.constexpr = at.type.layout.parent
+    i = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, B4))))
+    at = gl.expand_dims(at, 3) + i[None, None, None, :]
+    lo, hi = gl.split(gl.load(at, mask=gl.expand_dims(on, 3), cache_modifier=".cg"))
+    return lo, hi
+
+
+@gluon.jit
+def ask(codes, scale, tile: gl.constexpr, F: gl.constexpr, on):
+    """A tile's codes and scales of a row of gate and one of up, F rows further."""
+    a0, a2 = two(codes + tile * F * 32, on)
+    a1, a3 = two(codes + (tile * F * 32 + F * 16), on)
+    b0, b2 = two(codes + (tile * F * 32 + 8), on)
+    b1, b3 = two(codes + (tile * F * 32 + F * 16 + 8), on)
+    gate = gl.load(scale + tile * F * 2, mask=on, cache_modifier=".cg")
+    return a0, a1, a2, a3, b0, b1, b2, b3, gate, gl.load(scale + (tile * F * 2 + F), mask=on, cache_modifier=".cg")
+
+
+@gluon.jit
+def tile_up(c, w, x, tile, B4: gl.constexpr):
+    """128 columns. x: the token in shared memory."""
+    gate = w[8] + 0x7E7E7E7E
+    up = w[9] + 0x7E7E7E7E
+    for g in gl.static_range(4):
+        f = factor(gate, g)
+        u = factor(up, g)
+        for m in gl.static_range(2):
+            b0, b1 = gl.split(x.index(tile * 8 + g * 2 + m).load(B4))
+            a = decoded(w[4 * m], f, g), decoded(w[4 * m + 1], u, g), decoded(w[4 * m + 2], f, g), decoded(w[4 * m + 3], u, g)
+            c = product(a[0], a[1], a[2], a[3], b0, b1, c)
+    return c
+
+
+@gluon.jit
+def gate_up(x_ptr, ids_ptr, where_ptr, h_ptr, limit, alpha, E: gl.constexpr, D: gl.constexpr, F: gl.constexpr, BIAS: gl.constexpr,
+            AT: gl.constexpr, SCALE_AT: gl.constexpr, BIAS_AT: gl.constexpr, CLAMPED: gl.constexpr, W: gl.constexpr, AHEAD: gl.constexpr):
+    """h [K, F] = act(gate x) up x, in `down`'s order within 32 columns. At least AHEAD tiles."""
+    B4: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 8, 4, 1], [W, 1, 1, 1], [3, 2, 1, 0])
+    L: gl.constexpr = gl.SliceLayout(3, B4)
+    BLOCKS: gl.constexpr = (F + 8 * W - 1) // (8 * W)
     TILES: gl.constexpr = (D + 127) // 128
-    GROUPS: gl.constexpr = (TILES + 1) // 2
-    DOWN_TILES: gl.constexpr = (F + 127) // 128
-    PIECES: gl.constexpr = (D // 2 + 511) // 512
-    Q_L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], [1, 4, 1, 1], [3, 2, 1, 0])
-    C_L: gl.constexpr = gl.SliceLayout(0, Q_L)
-    U_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [2, 2, 8], [4, 1, 1], [2, 1, 0])
-    S_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [1, 4, 1], [2, 1, 0])
-    H_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [2, 1, 16], [1, 4, 1], [2, 1, 0])
-    O_L: gl.constexpr = gl.BlockedLayout([1, 1, 2], [8, 4, 1], [4, 1, 1], [2, 1, 0])
-    # Pieces of a row of codes are rotated from row to row, so that no two threads meet in a bank.
-    tiles = gl.allocate_shared_memory(gl.int32, [24, 4, 8, 16], gl.SwizzledSharedLayout(4, 1, 4, [2, 1, 0]))
-    ring = tiles._reinterpret(gl.int32, [6, 4, 4, 8, 16], gl.SwizzledSharedLayout(4, 1, 4, [3, 2, 1, 0]))
-    xs = gl.allocate_shared_memory(gl.int32, [PIECES, 512], PLAIN)
-    up_scales = gl.allocate_shared_memory(gl.int32, [4, 8, 2, 32], PLAIN3)
-    scales = gl.allocate_shared_memory(gl.int32, [32, 4, 16], PLAIN3)
+    LAST: gl.constexpr = TILES % AHEAD + AHEAD
+    PIECES: gl.constexpr = (D // 2 + 128 * W - 1) // (128 * W)
     program = gl.program_id(0)
-    lane = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    xs = gl.allocate_shared_memory(gl.int32, [PIECES, 128 * W], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lane = gl.arange(0, 32 * W, gl.BlockedLayout([1], [32], [W], [0]))
     if program < 4:
         entries = where_ptr.to(gl.int64, bitcast=True) + gl.minimum(program * 512 + lane * 128, E * 8 - 8)
         fetch(gl.where(lane < 16, entries, ids_ptr.to(gl.int64, bitcast=True)))
         fetch(x_ptr.to(gl.int64, bitcast=True) + gl.minimum(program * 32 + lane, (D * 2 - 1) // 128) * 128)
     wait()
     go()
-    # gate_up
-    pair = gl.minimum(program // BLOCKS, K - 1)
+    pair = program // BLOCKS
     block = program % BLOCKS
     own = gl.load(ids_ptr + pair, cache_modifier=".cg")
-    old = gl.load(count_ptr, cache_modifier=".cg")
-    real = (own >= 0) & (own < E) & (program < K * BLOCKS)
-    word = gl.arange(0, 512, gl.BlockedLayout([4], [32], [4], [0]))
-    x_words = ()
+    real = (own >= 0) & (own < E)
+    word = gl.arange(0, 128 * W, gl.BlockedLayout([4], [32], [W], [0]))
     for i in gl.static_range(PIECES):
-        x_at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + i * 512 + word
-        x_words = x_words + (gl.load(x_at, mask=i * 512 + word < D // 2, other=0, cache_modifier=".cg"),)
+        at = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + i * 128 * W + word
+        async_copy.async_copy_global_to_shared(xs.index(i), at, mask=i * 128 * W + word < D // 2, cache_modifier=".cg")
+    async_copy.commit_group()
     address = entry(where_ptr, gl.minimum(gl.maximum(own, 0), E - 1))
-    w_C = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, C_L)))[:, None, None]
-    r_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, C_L)))[None, :, None]
-    i_C = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, C_L)))[None, None, :]
-    e_Q = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, Q_L))))[:, None, None, None]
-    up_at = gl.expand_dims(part(address, UP[0], gl.int32) + ((block * 32 + w_C * 8 + r_C) * 16 + i_C), 0) + e_Q * (F * 16)
-    on_Q = real & (e_Q >= 0)
-    t_U = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, U_L)))[:, None, None]
-    half_U = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, U_L)))[None, :, None]
-    r_U = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, U_L)))[None, None, :]
-    u_at = part(address, UP[1], gl.int32) + (t_U * (2 * F) + half_U * F + block * 32 + r_U)
-    # A place in the ring has gate and up of two tiles, or 16 rows of `down`.
-    for p in gl.static_range(P):
-        copy(ring.index(p), up_at + p * F * 64, on_Q)
-        if p == 0:
-            copy(up_scales.index(0), u_at, real & (t_U < TILES))
-        async_copy.commit_group()
-    for i in gl.static_range(PIECES):
-        xs.index(i).store(gl.reshape(gl.permute(gl.reshape(x_words[i], [32, 2, 4, 2]), [0, 2, 1, 3]), [512]))
-    warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     g = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    zero = gl.zeros([4, 8, 4], gl.float32, L)
-    f = block * 32 + warp * 8 + g + q * 0
-    gate_bias = zero
-    up_bias = zero
-    if BIAS != NONE:
-        bias_at = part(address, UP[2], gl.bfloat16) + f
-        gate_bias = gl.load(bias_at, mask=real & (f >= 0), other=0.0, cache_modifier=".cg").to(gl.float32)
-        up_bias = gl.load(bias_at + F, mask=real & (f >= 0), other=0.0, cache_modifier=".cg").to(gl.float32)
-    # What `down` needs before h
-    k_K = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, C_L)))
-    own_K = gl.load(ids_ptr + k_K, cache_modifier=".cg")
-    # The second third of the programs comes last: a processor has a program of each.
-    turn = gl.where(program < SMS, program, gl.where(program < 2 * SMS, program + SMS, program - SMS))
-    has = turn < D // 16
-    on_K = (own_K >= 0) & (own_K < E) & has
-    address_K = entry(where_ptr, gl.minimum(gl.maximum(own_K, 0), E - 1))
-    # What is said of pointers holds where they are made: not across a call.
-    down_at = (address_K + DOWN[0])[:, None, None] + ((turn * 16 + r_C) * 64 + i_C * 4).to(gl.int64)
-    down_at = gl.max_contiguous(gl.multiple_of(down_at.to(gl.pointer_type(gl.int32), bitcast=True), [1, 1, 16]), [1, 1, 4])
-    down_at = gl.expand_dims(down_at, 0) + ((e_Q >> 1) * (D * 16) + (e_Q & 1) * 128)
-    down_on = gl.expand_dims(on_K[:, None, None], 0)
-    for i in gl.static_range(1, (TILES + 7) // 8):
-        copy(up_scales.index(i), u_at + i * (16 * F), real & (t_U + 8 * i < TILES))
-    t_S = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, S_L)))[:, None, None]
-    r_S = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, S_L)))[None, None, :]
-    s_at = (gl.convert_layout(address_K, gl.SliceLayout(0, gl.SliceLayout(2, S_L))) + DOWN[1])[None, :, None]
-    s_at = (s_at + ((t_S * D + turn * 16 + r_S) * 4).to(gl.int64)).to(gl.pointer_type(gl.int32), bitcast=True)
-    s_at = gl.max_contiguous(gl.multiple_of(s_at, [1, 1, 16]), [1, 1, 4])
-    on_S = gl.convert_layout(on_K.to(gl.int32), gl.SliceLayout(0, gl.SliceLayout(2, S_L)))[None, :, None] > 0
-    copy(scales, s_at, on_S & (t_S < DOWN_TILES))
-    # Places that gate and up leave free
-    for n in gl.static_range(6 - GROUPS):
-        copy(ring.index(GROUPS + n), down_at + n * (D * 32), down_on & (2 * n + (e_Q >> 1) < DOWN_TILES))
-    bias = zero
-    high_bias = zero
-    if BIAS != NONE:
-        K_L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
-        on_L = gl.convert_layout(on_K.to(gl.int32), K_L)[:, None, None] > 0
-        at = (gl.convert_layout(address_K, K_L) + DOWN[2])[:, None, None] + (turn * 32 + g * 2 + q * 0).to(gl.int64)
-        at = at.to(gl.pointer_type(gl.bfloat16), bitcast=True)
-        bias = gl.load(at, mask=on_L, other=0.0, cache_modifier=".cg").to(gl.float32)
-        high_bias = gl.load(at + 8, mask=on_L, other=0.0, cache_modifier=".cg").to(gl.float32)
-    x = xs._reinterpret(gl.int32, [PIECES * 8, 64], PLAIN)
-    up_scale = up_scales._reinterpret(gl.int32, [64, 4, 8], PLAIN2)
-    c = (zero, zero, zero, zero)
-    async_copy.wait_group(P - 1)
-    w = gated(tiles.index(0), tiles.index(1), up_scale.index(0), up_scale.index(1))
-    v = columns(x.index(0), False)
-    place = program * 0
-    to = program * 0 + P
-    for s in range(0, GROUPS - 1):
-        w2 = gated(tiles.index(place * 4 + 2), tiles.index(place * 4 + 3), up_scale.index(4 * s + 2), up_scale.index(4 * s + 3))
-        v2 = columns(x.index(2 * s + 1), False)
-        if s + P < GROUPS:
-            copy(ring.index(to), up_at + (s + P) * (F * 64), on_Q & (e_Q < 2 * (TILES - 2 * (s + P))))
-        n = s + 6 - GROUPS
-        if n >= 0:
-            copy(ring.index(place), down_at + n * (D * 32), down_on & (2 * n + (e_Q >> 1) < DOWN_TILES))
-        async_copy.commit_group()
-        c = sixteen(c, w, v, False)
-        async_copy.wait_group(P - 1)
-        place = gl.where(place == 5, 0, place + 1)
-        to = gl.where(to == 5, 0, to + 1)
-        w = gated(tiles.index(place * 4), tiles.index(place * 4 + 1), up_scale.index(4 * s + 4), up_scale.index(4 * s + 5))
-        v = columns(x.index(2 * s + 2), False)
-        c = sixteen(c, w2, v2, False)
-    if TILES % 2 == 0:
-        w2 = gated(tiles.index(place * 4 + 2), tiles.index(place * 4 + 3), up_scale.index(2 * TILES - 2), up_scale.index(2 * TILES - 1))
-    copy(ring.index(place), down_at + 5 * (D * 32), down_on & (10 + (e_Q >> 1) < DOWN_TILES))
-    async_copy.commit_group()
-    c = sixteen(c, w, v, False)
-    if TILES % 2 == 0:
-        c = sixteen(c, w2, columns(x.index(TILES - 1), False), False)
-    gate = c[0] + gate_bias
-    up = c[2] + up_bias
-    if CLAMPED:
-        # Comparisons that a NaN passes through.
-        gate = gl.where(gate > limit, limit, gate)
-        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up)) + 1.0
-        h = gate / (1.0 + gl.exp(-alpha * gate)) * up
-    else:
-        h = gate / (1.0 + gl.exp(-gate)) * up
-    # Column 16 m + 4 q + low of 32 has place 8 q + 4 m + low.
-    to_F = (f & ~31) + ((f >> 2) & 3) * 8 + ((f >> 4) & 1) * 4 + (f & 3)
-    gl.store(h_ptr + (pair * F + to_F), h.to(gl.bfloat16), mask=real & (q == 0) & (warp + g >= 0))
-    gl.thread_barrier()
-    # All programs together add 2^31, which turns the highest bit and leaves the others as they were.
-    arrive(count_ptr, gl.where(program == 0, 0x80000000 - (N - 1), 1).to(gl.int32))
-    if has:
-        # down
-        ids = ()
-        weights = ()
-        for k in gl.static_range(K):
-            ids = ids + (gl.load(ids_ptr + k, cache_modifier=".cg"),)
-            weights = weights + (gl.load(weights_ptr + k, cache_modifier=".cg"),)
-        scale = scales._reinterpret(gl.int32, [32, 4, 2, 8], PLAIN3)
-        hidden = gl.allocate_shared_memory(gl.int32, [8, 4, 64], PLAIN3)
-        h_tile = hidden._reinterpret(gl.int32, [8, 4, 64], PLAIN2)
-        t_H = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, H_L)))[:, None, None]
-        k_H = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, H_L)))[None, :, None]
-        word_H = t_H * 64 + gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, H_L)))[None, None, :]
-        h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (k_H * (F // 2) + word_H)
-        async_copy.wait_group(5)
-        place = program * 0 + GROUPS % 6
-        w = halves(tiles.index(place * 4), tiles.index(place * 4 + 1), scale.index(0))
-        until(count_ptr, old)
-        hs = ()
-        for p in gl.static_range((DOWN_TILES + 7) // 8):
-            hs = hs + (gl.load(h_at + p * 512, mask=word_H + k_H * 0 + p * 512 < F // 2, other=0, cache_modifier=".cg"),)
+    f_out = block * (8 * W) + warp * 8 + g + q * 0
+    f = gl.minimum(f_out, F - 1)
+    on = real & (f >= 0)
+    codes = part(address, AT, gl.int32) + (f * 16 + q * 2)
+    scale = part(address, SCALE_AT, gl.int32) + f
+    first = ()
+    for p in gl.static_range(AHEAD):
+        first = first + ask(codes, scale, p, F, on)
+    if real:
+        ring = first
+        zero = gl.zeros([W, 8, 4], gl.float32, L)
         c = (zero, zero, zero, zero)
-        for p in gl.static_range((DOWN_TILES + 7) // 8):
-            hidden.store(hs[p])
-            hv = columns(h_tile.index(0), True)
-            for s in range(4 * p, min(4 * p + 4, DOWN_TILES // 2)):
-                w2 = halves(tiles.index(place * 4 + 2), tiles.index(place * 4 + 3), scale.index(2 * s + 1))
-                hv2 = columns(h_tile.index(2 * s + 1 - 8 * p), True)
-                copy(ring.index(place), down_at + (s + 6) * (D * 32), down_on & (2 * (s + 6) + (e_Q >> 1) < DOWN_TILES))
-                async_copy.commit_group()
-                c = sixteen(c, w, hv, True)
-                async_copy.wait_group(5)
-                place = gl.where(place == 5, 0, place + 1)
-                w = halves(tiles.index(place * 4), tiles.index(place * 4 + 1), scale.index(2 * s + 2))
-                hv = columns(h_tile.index((2 * s + 2) % 8), True)
-                c = sixteen(c, w2, hv2, True)
-            if (p + 1 == (DOWN_TILES + 7) // 8) & (DOWN_TILES % 2 == 1):
-                c = sixteen(c, w, hv, True)
-        sums = gl.allocate_shared_memory(gl.float32, [4, 8, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
-        sums.store(gl.join(c[0] + bias, c[2] + high_bias))
-        row_sums = sums._reinterpret(gl.float32, [4, 8, 4, 2], PLAIN3)
-        g_O = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, O_L)))[:, None, None]
-        q_O = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, O_L)))[None, :, None]
-        i_O = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, O_L)))[None, None, :]
-        out_at = out_ptr + (turn * 16 + g_O + q_O * 0 + i_O * 8)
-        gl.store(out_at, total(row_sums, ids, weights, E, K, O_L).to(gl.bfloat16), mask=(q_O == 0) & (g_O + i_O >= 0))
+        async_copy.wait_group(0)
+        x = xs._reinterpret(gl.int32, [PIECES * 16 * W, 1, 1, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+        for base in range(0, TILES - LAST, AHEAD):
+            for p in gl.static_range(AHEAD):
+                coming = ask(codes, scale, p + AHEAD, F, on)
+                c = tile_up(c, ring[:10], x, base + p, B4)
+                ring = ring[10:] + coming
+            codes += AHEAD * F * 32
+            scale += AHEAD * F * 2
+        for p in gl.static_range(LAST):
+            if p + AHEAD < LAST:
+                ring = ring + ask(codes, scale, p + AHEAD, F, on)
+            c = tile_up(c, ring[:10], x, TILES - LAST + p, B4)
+            ring = ring[10:]
+        gate = c[0]
+        up = c[2]
+        if BIAS != NONE:
+            gate += gl.load(part(address, BIAS_AT, gl.bfloat16) + f, cache_modifier=".cg").to(gl.float32)
+            up += gl.load(part(address, BIAS_AT, gl.bfloat16) + F + f, cache_modifier=".cg").to(gl.float32)
+        if CLAMPED:
+            # Comparisons that a NaN passes through.
+            gate = gl.where(gate > limit, limit, gate)
+            up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up)) + 1.0
+            h = gate / (1.0 + gl.exp(-alpha * gate)) * up
+        else:
+            h = gate / (1.0 + gl.exp(-gate)) * up
+        # Column 16 m + 4 q + low of 32 has place 8 q + 4 m + low.
+        to = (f_out & ~31) + ((f_out >> 2) & 3) * 8 + ((f_out >> 4) & 1) * 4 + (f_out & 3)
+        gl.store(h_ptr + (pair * F + to), h.to(gl.bfloat16), mask=(f_out < F) & (q == 0))
+
+
+# down -----------------------------------------------------------------------------------------------------------------------
+@gluon.jit
+def product_n(a0, a2, b0, b1, c):
+    """`product` with rows of A from 8 on zero."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 z; mov.b32 z, 0;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, z, $5, z}, {$6, $7}, {$8, $9, $10, $11}; }""",
+        "=f,=f,=f,=f,r,r,r,r,0,1,2,3", [a0, a2, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def alike(x, L: gl.constexpr):
+    return gl.convert_layout(x, L, assert_trivial=True)
+
+
+@gluon.jit
+def piece(h, tile: gl.constexpr, g: gl.constexpr, m: gl.constexpr, L: gl.constexpr):
+    """[KP, 1, 4] of h [KP, 4, tile, group / 2, group % 2, m]."""
+    first, second = gl.split(h)
+    x = second if m else first
+    first, second = gl.split(x)
+    x = second if g % 2 else first
+    first, second = gl.split(x)
+    x = second if g // 2 else first
+    first, second = gl.split(x)
+    x = second if tile else first
+    return gl.expand_dims(alike(x, gl.SliceLayout(1, L)), 1)
+
+
+@gluon.jit
+def tiles_down(c, codes, scales, h, tile, KP: gl.constexpr, L: gl.constexpr, COUNT: gl.constexpr):
+    """One or two tiles of columns; h: of both."""
+    EXPERTS: gl.constexpr = [[1, 0], [2, 0], [4, 0]]
+    EXPERTS3: gl.constexpr = [[1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    LOG: gl.constexpr = 1 if KP == 2 else 2 if KP == 4 else 3
+    C_L: gl.constexpr = gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 8]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+                                                   EXPERTS3[:LOG], [], [KP, 8, 16])
+    H_L: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]],
+                                                   EXPERTS[:LOG], [], [KP, 128])
+    lo, hi = gl.split(gl.permute(gl.reshape(h.load(H_L), [KP, 2, 2, 2, 4, 2, 2]), [0, 4, 1, 2, 3, 5, 6]))
+    for t in gl.static_range(COUNT):
+        w0, w1 = gl.split(gl.permute(gl.reshape(codes.index(tile + t).load(C_L), [KP, 8, 2, 4, 2]), [0, 1, 3, 2, 4]))
+        w00, w01 = gl.split(w0)
+        w10, w11 = gl.split(w1)
+        w = (alike(w00, L), alike(w10, L), alike(w01, L), alike(w11, L))
+        s = gl.expand_dims(scales.index(tile + t).load(gl.SliceLayout(2, L)), 2) + 0x7E7E7E7E
+        for g in gl.static_range(4):
+            f = factor(s, g)
+            for m in gl.static_range(2):
+                c = product_n(piece(lo, t, g, m, L), piece(hi, t, g, m, L), decoded(w[2 * m], f, g), decoded(w[2 * m + 1], f, g), c)
+    return c
+
+
+@gluon.jit
+def down(h_ptr, ids_ptr, weights_ptr, where_ptr, out_ptr, E: gl.constexpr, K: gl.constexpr, KP: gl.constexpr, D: gl.constexpr,
+         F: gl.constexpr, BIAS: gl.constexpr, AT: gl.constexpr, SCALE_AT: gl.constexpr, BIAS_AT: gl.constexpr, TP: gl.constexpr,
+         EARLY: gl.constexpr):
+    """out [D] = the sum over experts, ascending, of weight times (down h + bias). At least EARLY tiles, at most TP."""
+    TILES: gl.constexpr = (F + 127) // 128
+    PHASES: gl.constexpr = (TILES + 7) // 8
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [KP, 1, 1], [2, 1, 0])
+    C_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [KP, 1, 1], [2, 1, 0])
+    S_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [16, 1, 2], [1, KP, 1], [2, 1, 0])
+    H_L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, KP, 1], [2, 1, 0])
+    O_L: gl.constexpr = gl.BlockedLayout([1], [32], [KP], [0])
+    # Pieces of a row of codes are rotated from row to row, so that no two threads meet in a bank.
+    codes = gl.allocate_shared_memory(gl.int32, [TILES, KP, 8, 16], gl.SwizzledSharedLayout(4, 1, 4, [2, 1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [TP, KP, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    hidden = gl.allocate_shared_memory(gl.int32, [4, KP, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [KP, 8, 4, 2], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+    block = gl.program_id(0)
+    k_K = gl.arange(0, KP, gl.SliceLayout(1, gl.SliceLayout(2, C_L)))
+    r_R = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, C_L)))
+    word_C = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, C_L)))
+    own = gl.load(ids_ptr + k_K, mask=k_K < K, other=-1, cache_modifier=".cg")
+    on = ((own >= 0) & (own < E))[:, None, None]
+    address = entry(where_ptr, gl.minimum(gl.maximum(own, 0), E - 1))
+    row = gl.minimum(block * 8 + r_R, D - 1)
+    # What is said of pointers holds where they are made: not across a call.
+    at = (address + AT)[:, None, None] + ((row * 64)[None, :, None] + (word_C * 4)[None, None, :]).to(gl.int64)
+    codes_at = gl.max_contiguous(gl.multiple_of(at.to(gl.pointer_type(gl.int32), bitcast=True), [1, 1, 16]), [1, 1, 4])
+    tile_S = gl.arange(0, TP, gl.SliceLayout(1, gl.SliceLayout(2, S_L)))[:, None, None]
+    k_S = gl.arange(0, KP, gl.SliceLayout(0, gl.SliceLayout(2, S_L)))
+    r_S = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, S_L)))
+    own_S = gl.load(ids_ptr + k_S, mask=k_S < K, other=-1, cache_modifier=".cg")
+    on_S = ((own_S >= 0) & (own_S < E))[None, :, None]
+    address_S = entry(where_ptr, gl.minimum(gl.maximum(own_S, 0), E - 1))
+    row_S = (gl.minimum(block * 8 + r_S, D - 1) * 4)[None, None, :]
+    at_S = (address_S + SCALE_AT)[None, :, None] + (tile_S * (D * 4) + row_S).to(gl.int64)
+    scales_at = gl.max_contiguous(gl.multiple_of(at_S.to(gl.pointer_type(gl.int32), bitcast=True), [1, 1, 16]), [1, 1, 4])
+    async_copy.async_copy_global_to_shared(scales, scales_at, mask=(tile_S < TILES) & on_S, cache_modifier=".cg")
+    for t in range(0, EARLY):
+        async_copy.async_copy_global_to_shared(codes.index(t), codes_at + t * (D * 16), mask=on, cache_modifier=".cg")
+        async_copy.commit_group()
+    ids = ()
+    weights = ()
+    for k in gl.static_range(K):
+        ids = ids + (gl.load(ids_ptr + k, cache_modifier=".cg"),)
+        weights = weights + (gl.load(weights_ptr + k, cache_modifier=".cg"),)
+    d = block * 8 + gl.arange(0, 8, O_L)
+    biases = ()
+    if BIAS != NONE:
+        for k in gl.static_range(K):
+            bias_at = part(entry(where_ptr, gl.minimum(gl.maximum(ids[k], 0), E - 1)), BIAS_AT, gl.bfloat16) + d
+            there_D = (d < D) & (ids[k] >= 0) & (ids[k] < E)
+            biases = biases + (gl.load(bias_at, mask=there_D, other=0.0, cache_modifier=".cg").to(gl.float32),)
+    wait()
+    pair_H = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, H_L)))[:, None, None]
+    k_H = gl.arange(0, KP, gl.SliceLayout(0, gl.SliceLayout(2, H_L)))[None, :, None]
+    word_H = pair_H * 128 + gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, H_L)))[None, None, :]
+    h_at = h_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (gl.minimum(k_H, K - 1) * (F // 2) + word_H)
+    h = ()
+    for p in gl.static_range(PHASES):
+        h = h + (gl.load(h_at + p * 512, mask=word_H + k_H * 0 + p * 512 < F // 2, other=0, cache_modifier=".cg"),)
+    for t in range(EARLY, TILES):
+        async_copy.async_copy_global_to_shared(codes.index(t), codes_at + t * (D * 16), mask=on, cache_modifier=".cg")
+        async_copy.commit_group()
+    zero = gl.zeros([KP, 8, 4], gl.float32, L)
+    scale = scales._reinterpret(gl.int32, [TP, KP, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    c = (zero, zero, zero, zero)
+    h_pair = hidden._reinterpret(gl.int32, [4, KP, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    for p in gl.static_range(PHASES):
+        # Eight tiles at a time; each tile's copies are a group.
+        hidden.store(h[p])
+        if p + 1 < PHASES:
+            async_copy.wait_group(TILES - 8 * (p + 1))
+        else:
+            async_copy.wait_group(0)
+        for pair in range(0, 4 if 8 * p + 8 <= TILES else (TILES - 8 * p) // 2):
+            c = tiles_down(c, codes, scale, h_pair.index(pair), 8 * p + 2 * pair, KP, L, 2)
+        if (p + 1 == PHASES) & (TILES % 2 == 1):
+            c = tiles_down(c, codes, scale, h_pair.index((TILES - 8 * p) // 2), TILES - 1, KP, L, 1)
+    go()
+    # Row 0 of M has columns 2 q and 2 q + 1: rows of weights.
+    sums.store(gl.join(c[0], c[1]))
+    row_sums = sums._reinterpret(gl.float32, [KP * 8, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Of equal ids the first counts, with all their weights.
+    counts = ()
+    summed = ()
+    for k in gl.static_range(K):
+        here = (ids[k] >= 0) & (ids[k] < E)
+        weight = 0.0
+        for j in gl.static_range(K):
+            if j < k:
+                here = here & (ids[j] != ids[k])
+            weight += gl.where(ids[j] == ids[k], weights[j], 0.0)
+        counts = counts + (here,)
+        summed = summed + (weight,)
+    y = ()
+    for k in gl.static_range(K):
+        y_D = row_sums.index(k * 8).load(O_L)
+        if BIAS != NONE:
+            y_D = y_D + biases[k]
+        y = y + (y_D,)
+    acc_D = gl.zeros([8], gl.float32, O_L)
+    for i in gl.static_range(K):
+        there = False
+        weight = 0.0
+        next_D = acc_D * 0.0
+        for k in gl.static_range(K):
+            rank = 0
+            for j in gl.static_range(K):
+                rank += (counts[j] & (ids[j] < ids[k])).to(gl.int32)
+            mine = counts[k] & (rank == i)
+            there = there | mine
+            weight = gl.where(mine, summed[k], weight)
+            next_D = gl.where(mine, y[k], next_D)
+        acc_D = gl.where(there, acc_D + weight * next_D, acc_D)
+    gl.store(out_ptr + d, acc_D.to(gl.bfloat16), mask=d < D)
 
 
 # launch ---------------------------------------------------------------------------------------------------------------------
-class Counters:
-    """Words of a device in which programs of one launch count themselves: between launches zero but for the highest bit.
-
-    Launches of one stream follow each other and share a word. A captured launch has a word to itself for good: what is replayed beside it
-    is not known. They are made by a launch that is not captured; without one, and when COUNTERS are used up, there is none.
-    """
-
-    def __init__(self) -> None:
-        self.words: dict[int, torch.Tensor] = {}
-        self.of_stream: dict[tuple[int, int], int] = {}
-        self.next = count()
-
-    def take(self, device: torch.device) -> torch.Tensor | None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        captured = torch.cuda.is_current_stream_capturing()
-        if index not in self.words:
-            if captured:
-                return None
-            self.words[index] = torch.zeros(4 * COUNTERS, dtype=torch.int32, device=device)
-            # Other streams must not find what was there before.
-            torch.cuda.current_stream(device).synchronize()
-        key = (index, torch.cuda.current_stream(device).cuda_stream)
-        at = next(self.next) if captured else self.of_stream.get(key)
-        if at is None:
-            at = self.of_stream.setdefault(key, next(self.next))
-        return self.words[index][4 * at :] if at < COUNTERS else None
-
-
-COUNTED = Counters()
-
-
 def serves(form: Form, dtype: torch.dtype, tokens: int, top_k: int, device: torch.device) -> bool:
-    """Whether a token goes this way: on Hopper, MXFP4, biases in BF16 or none, PROVEN matrices of a size that the kernel has room for."""
+    """Whether a token goes this way: on Hopper, MXFP4, biases in BF16 or none, PROVEN matrices of a size that the kernels have room for."""
     known = PROVEN is None or (form.hidden, form.width, form.bias) in PROVEN
-    if not (known and ASM.value and tokens == 1 and top_k == TOP_K and form.weights == "mxfp4" and form.bias in ("", "bfloat16")
-            and dtype == torch.bfloat16 and 640 < form.hidden <= 3072 and form.width <= 3072
-            and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9):
-        return False
-    return programs(form) <= TOGETHER * torch.cuda.get_device_properties(device).multi_processor_count
+    return (known and ASM.value and tokens == 1 and top_k == TOP_K and form.weights == "mxfp4" and form.bias in ("", "bfloat16")
+            and dtype == torch.bfloat16 and form.hidden >= 128 * AHEAD and EARLY <= -(-form.width // 128) <= 32
+            and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
-def programs(form: Form) -> int:
-    """As many as there are blocks of 32 rows of gate; those of `down`, of 16 rows, are among them in another order."""
-    blocks, least = TOP_K * form.width // 32, form.hidden // 16
-    return max(blocks, least if least <= PROCESSORS else least + PROCESSORS)
-
-
-def constants(form: Form, experts: int, clamped: bool) -> dict[str, Any]:
+def constants(form: Form, which: str, experts: int, top_k: int, clamped: bool) -> tuple[dict[str, Any], int, int]:
+    """Of `gate_up` or `down`: (constants, warps, programs)."""
     at = {p.name: p.offset for p in form.layout().parts}
-    where = [(at[which], at[f"{which}_scale"], at.get(f"{which}_bias", 0)) for which in ("gate_up", "down")]
-    return {"E": experts, "K": TOP_K, "D": form.hidden, "F": form.width, "BIAS": BF16.value if form.bias else NONE.value,
-            "UP": where[0], "DOWN": where[1], "CLAMPED": clamped, "N": programs(form), "P": AHEAD, "SMS": PROCESSORS}
+    both = {"E": experts, "D": form.hidden, "F": form.width, "BIAS": BF16.value if form.bias else NONE.value, "AT": at[which],
+            "SCALE_AT": at[f"{which}_scale"], "BIAS_AT": at.get(f"{which}_bias", 0)}
+    if which == "gate_up":
+        return {**both, "CLAMPED": clamped, "W": WARPS, "AHEAD": AHEAD}, WARPS, top_k * -(-form.width // (8 * WARPS))
+    wide, tiles = triton.next_power_of_2(max(2, top_k)), triton.next_power_of_2(-(-form.width // 128))
+    return {**both, "K": top_k, "KP": wide, "TP": tiles, "EARLY": EARLY}, wide, -(-form.hidden // 8)
 
 
 def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, where_E: torch.Tensor, form: Form, limit: float,
-           alpha: float) -> torch.Tensor | None:
-    """`fused.launch` of what this `serves`; None when there is no counter."""
-    counter = COUNTED.take(hidden_TD.device)
-    if counter is None:
-        return None
-    h = torch.empty(TOP_K, form.width, dtype=hidden_TD.dtype, device=hidden_TD.device)
-    out = torch.empty_like(hidden_TD)
-    token[(programs(form),)](hidden_TD, ids_TK, weights_TK, where_E, h, out, counter, limit, alpha, num_warps=4, launch_pdl=True,
-                             launch_cooperative_grid=True, **constants(form, len(where_E), limit != 0))
+           alpha: float) -> torch.Tensor:
+    """`fused.launch` of what this `serves`."""
+    h = torch.empty(ids_TK.shape[1], form.width, dtype=hidden_TD.dtype, device=hidden_TD.device)
+    out, sizes = torch.empty_like(hidden_TD), (len(where_E), ids_TK.shape[1], limit != 0)
+    same, warps, programs = constants(form, "gate_up", *sizes)
+    gate_up[(programs,)](hidden_TD, ids_TK, where_E, h, limit, alpha, num_warps=warps, launch_pdl=True, **same)
+    same, warps, programs = constants(form, "down", *sizes)
+    down[(programs,)](h, ids_TK, weights_TK, where_E, out, num_warps=warps, launch_pdl=True, **same)
     return out
