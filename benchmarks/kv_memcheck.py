@@ -333,7 +333,7 @@ def main() -> int:
     for kernel, count in seen.items():
         print(f"{kernel}: {count} cases without an error")
     print(f"{len(clean)} of {len(names)} cases clean, {sum(map(bool, seen.values()))} of {len(seen)} kernels seen; "
-          f"a write out of bounds was {'found' if told else 'NOT FOUND'}")  # fmt: skip
+          f"the write out of bounds that was planted was {'found' if told else 'NOT FOUND'}")  # fmt: skip
     return not (told and len(clean) == len(names) and all(seen.values()))
 
 
