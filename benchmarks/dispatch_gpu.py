@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_prefetch.bench.rows import Row, append_rows
+from moe_prefetch.bench.rows import Row, append_rows, check_rows
 from moe_prefetch.distributed.groups import Group
 from moe_prefetch.distributed.symmetric import SHARED_GPU
 from moe_prefetch.errors import MoEPrefetchError
@@ -216,6 +216,8 @@ def main() -> int:
     ap.add_argument("--out", type=Path)
     ap.add_argument("--commit", default="")
     a = ap.parse_args()
+    if a.out:
+        check_rows(a.out)
     gpus = 0 if a.cpu else torch.cuda.device_count()
     if not gpus and not a.cpu:
         ap.error("this needs a GPU")

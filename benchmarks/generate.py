@@ -44,7 +44,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from moe_prefetch.bench.rows import Row, append_rows, machine_name
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.config import KVConfig
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_graph import Decode, captured, step_of
@@ -266,6 +266,8 @@ def main() -> int:
     ap.add_argument("--repeats", type=int, default=3)
     ap.add_argument("--commit", default="unknown")
     a = ap.parse_args()
+    if a.out:
+        check_rows(a.out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and a.models != "tiny":
         ap.error("these figures need a GPU; --models tiny runs without one, and writes no rows")

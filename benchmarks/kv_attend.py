@@ -7,7 +7,6 @@ import sys
 from moe_prefetch.bench.kv_attend import (
     CASES,
     COLD,
-    FIELDS,
     SINKS,
     WINDOW,
     Cache,
@@ -18,14 +17,12 @@ from moe_prefetch.bench.kv_attend import (
     pages_of,
     relative,
     sdpa_us,
-    stamp_of,
     timed,
 )
 
 __all__ = [
     "CASES",
     "COLD",
-    "FIELDS",
     "SINKS",
     "WINDOW",
     "Cache",
@@ -36,7 +33,6 @@ __all__ = [
     "pages_of",
     "relative",
     "sdpa_us",
-    "stamp_of",
     "timed",
 ]
 

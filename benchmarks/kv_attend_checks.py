@@ -15,13 +15,14 @@ import sys
 from pathlib import Path
 
 import torch
-from kv_attend import FIELDS, SINKS, WINDOW, Cache, Case, book_for, layout_of, pages_of, relative, stamp_of, timed
+from kv_attend import SINKS, WINDOW, Cache, Case, book_for, layout_of, pages_of, relative, timed
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_attend.op import kv_attend
 from moe_prefetch.kv.format import PAGE, PageLayout
 
 LONG = Case(8, 8, 4, 128, 32768)
-Row = tuple[str, str, float, str, str]
+Found = tuple[str, str, float, str, str]
 
 
 def query(case: Case) -> torch.Tensor:
@@ -36,7 +37,7 @@ def ragged_lengths(case: Case) -> list[int]:
     return tokens.tolist()
 
 
-def ragged(rows: list[Row]) -> None:
+def ragged(rows: list[Found]) -> None:
     for group in (4, 8):
         case = Case(LONG.batch, LONG.heads, group, LONG.dim, LONG.tokens)
         layout = layout_of("o8", case.dim)
@@ -59,7 +60,7 @@ def ragged(rows: list[Row]) -> None:
             print(f"{case.name}: {name} {us:.1f} us, equal and in order {found['equal'][0]:.1f}", flush=True)
 
 
-def replay(rows: list[Row], steps: int) -> None:
+def replay(rows: list[Found], steps: int) -> None:
     """Bitwise: a graph captured once, replayed with whatever lengths and tables lie in its tensors, and eager calls."""
     case = Case(8, 2, 4, 128, 6 * PAGE)
     layout = layout_of("o8", case.dim)
@@ -107,7 +108,7 @@ def replay(rows: list[Row], steps: int) -> None:
     print(f"{steps} replays equal eager calls", flush=True)
 
 
-def unused_bytes(rows: list[Row]) -> None:
+def unused_bytes(rows: list[Found]) -> None:
     for kind in ("o8", "f72"):
         case = Case(4, 2, 8, 128, 900)
         layout = layout_of(kind, case.dim)
@@ -145,7 +146,7 @@ def poison(cache: Cache, layout: PageLayout, fill: int) -> None:
     cache.pool[~owned.to(cache.pool.device)] = fill
 
 
-def memory(rows: list[Row]) -> None:
+def memory(rows: list[Found]) -> None:
     for kind in ("o8", "f72"):
         layout = layout_of(kind, LONG.dim)
         book = book_for(layout, LONG.heads)
@@ -197,7 +198,10 @@ def main() -> int:
         kv_attend(*cache.args(q), scale=cache.scale)
         torch.cuda.synchronize()
         return 0
-    rows: list[Row] = []
+    if a.out is None:
+        ap.error("--out ROWS.csv is missing")
+    check_rows(a.out)
+    rows: list[Found] = []
     ragged(rows)
     replay(rows, a.steps)
     unused_bytes(rows)
@@ -209,13 +213,8 @@ def main() -> int:
             (f"{LONG.name}_{kind}", "dram_bytes_saved", 1 - read / fp16, "share", "ncu dram__bytes_read.sum, all its kernels")
         )
         print(f"{kind}: {read / 2**20:.1f} MiB read from DRAM by the counter = {1 - read / fp16:.4f} fewer than FP16", flush=True)
-    stamp = stamp_of(a.commit)
-    with open(a.out, "w", newline="") as f:
-        w = csv.DictWriter(f, FIELDS)
-        w.writeheader()
-        for case, metric, value, unit, checked in rows:
-            row = {"bench": "kv-attend", "case": case, "metric": metric, "value": f"{value:.6g}", "unit": unit}
-            w.writerow({**row, **stamp, "checked": checked})
+    for case, metric, value, unit, checked in rows:
+        append_rows(a.out, "kv-attend", [Row(case, metric, value, unit)], machine=machine_name("cuda"), commit=a.commit, checked=checked)
     return 0
 
 

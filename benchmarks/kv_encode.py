@@ -13,17 +13,16 @@ compile beforehand. `--all` lets the Gluon encoder (`fused_pages.py`) write ever
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
-import triton
-from kv_attend import FIELDS, timed
+from kv_attend import timed
 
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_encode import fused, general, general_planes
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
@@ -139,7 +138,7 @@ def warm(names: list[str], dtype: torch.dtype) -> None:
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out", required=True)
+    ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--commit", default="unknown")
     ap.add_argument("--blocks", type=int, default=10**8)
     ap.add_argument("--layouts", default=".")
@@ -153,8 +152,9 @@ def main() -> int:
     if a.warm is not None:
         warm(a.warm, TOKENS[a.tokens])
         return 0
+    check_rows(a.out)
     names = [n for n in cases() if re.search(a.layouts, n)]
-    same = [sys.executable, __file__, "--out", a.out, "--tokens", a.tokens, *["--all"] * a.all]
+    same = [sys.executable, __file__, "--out", str(a.out), "--tokens", a.tokens, *["--all"] * a.all]
     jobs = [subprocess.Popen([*same, "--warm", *names[i :: a.jobs]]) for i in range(a.jobs)]
     for job in jobs:
         job.wait()
@@ -166,8 +166,6 @@ def main() -> int:
     print(f"copy: {copy_rate:.0f} GB/s", flush=True)
     del source, target
     right: dict[str, bool] = {}
-    rows, today = [], datetime.datetime.now(datetime.UTC).date().isoformat()
-    stamp = (torch.cuda.get_device_name(), torch.__version__, triton.__version__, a.commit, today)
     for name in names:
         module, layout = cases()[name]
         book, encoder = book_of(layout), module.__name__.rpartition(".")[2]
@@ -179,11 +177,10 @@ def main() -> int:
             blocks, faults = 0, [f"{type(error).__name__}: {str(error)[-300:]}"]
         right[encoder] = right.get(encoder, True) and not faults
         print(f"{name}: {encoder}, {blocks:,} blocks", "; ".join(faults) or "equal", flush=True)
-        for row in speed(name, layout, book, copy_rate) if fast and a.tokens == "bfloat16" else []:
-            if not faults:
-                rows.append(("kv-encode", row[0], row[1], f"{row[2]:.4g}", row[3], *stamp, f"{blocks} blocks equal"))
-        with open(a.out, "w", newline="") as f:
-            csv.writer(f).writerows([FIELDS, *rows])
+        figures = speed(name, layout, book, copy_rate) if fast and a.tokens == "bfloat16" else []
+        if not faults:
+            append_rows(a.out, "kv-encode", [Row(*figure) for figure in figures], machine=machine_name("cuda"), commit=a.commit,
+                        checked=f"{blocks} blocks equal")
     print("PROVEN =", tuple(sorted(k for k, v in right.items() if v)))
     return not all(right.values())
 

@@ -11,20 +11,21 @@ FP16 pages. `--share I/N` only compiles: the kernels of every N-th case, for sev
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import math
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from moe_prefetch.bench.kv_attend import COLD, FIELDS, SINKS, WINDOW, Case, relative, sdpa_us, stamp_of, timed
+from moe_prefetch.bench.kv_attend import COLD, SINKS, WINDOW, Case, relative, sdpa_us, timed
+from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
@@ -206,7 +207,7 @@ def flashinfer_mla(
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out")
+    ap.add_argument("--out", type=Path)
     ap.add_argument("--cases", default=".")
     ap.add_argument("--commit", default="unknown")
     ap.add_argument("--share", help="I/N: only compile, every N-th case from I on")
@@ -226,11 +227,11 @@ def main() -> int:
         for r, kw in [c for at, c in enumerate(c for c in CHECKS if re.search(a.cases, c[0].name)) if at % n == i]:
             errors(r, **kw)
         return 0
+    if a.out:
+        check_rows(a.out)
     for r, kw in (c for c in CHECKS if re.search(a.cases, c[0].name)):
         err = errors(r, **kw)
         print(f"{r.name:32s} {kw}: error {err:.2e}{'' if err < 2e-3 else '  WRONG'}", flush=True)
-    stamp = stamp_of(a.commit)
-    rows: list[dict[str, object]] = []
     baselines: dict[Any, tuple[float, str]] = {}
     mla: dict[str, float] = {}
     if any(not r.dim for r in runs):
@@ -268,14 +269,9 @@ def main() -> int:
             continue
         figures = [("us", us, "us"), ("gbps", moved / us / 1e3, "GB/s"), ("speedup_vs_sdpa", best / us, "x"), ("sdpa_us", best, "us"),
                    ("bytes_saved", 1 - moved / fp16, "share"), ("error_peaky", errs[1], "relative")]
-        for metric, value, unit in figures:
-            rows.append({"bench": "kv-attend", "case": r.name, "metric": metric, "value": f"{value:.4g}", "unit": unit, **stamp,
-                         "checked": f"error {errs[0]:.2e}"})
-    if a.out:
-        with open(a.out, "w", newline="") as f:
-            w = csv.DictWriter(f, FIELDS)
-            w.writeheader()
-            w.writerows(rows)
+        if a.out:
+            append_rows(a.out, "kv-attend", [Row(r.name, *figure) for figure in figures], machine=machine_name("cuda"), commit=a.commit,
+                        checked=f"error {errs[0]:.2e}")
     return 0
 
 

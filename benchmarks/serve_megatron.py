@@ -31,7 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_prefetch.bench.kv_attend import relative
-from moe_prefetch.bench.rows import Row, append_rows
+from moe_prefetch.bench.rows import Row, append_rows, check_rows
 
 VOCABULARY, PASSES = 1024, 30
 # Of BF16: Megatron rounds what is between its products, ours does so once less, and sums go in another order.
@@ -177,6 +177,8 @@ def main() -> int:
     ap.add_argument("--out", type=Path)
     ap.add_argument("--commit", default="")
     a = ap.parse_args()
+    if a.out:
+        check_rows(a.out)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [multiprocessing.get_context("spawn").Process(target=_rank, args=(r, folder, a)) for r in range(a.ranks)]
         for p in ranks:

@@ -29,11 +29,10 @@ from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
 from ..kv import format as kv_format
 from ..kv.format import PAGE, PageLayout, format_of, layout_for
-from .rows import COLUMNS, add_rows, check_rows, choice
+from .rows import add_rows, check_rows, choice
 from .timing import replay_us
 
 SINKS, WINDOW, COLD, WARM_US = 4, 64, 400e6, 40e3
-FIELDS = COLUMNS
 
 
 @dataclass(frozen=True)

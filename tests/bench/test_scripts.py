@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,14 @@ import pytest
 from tests.integrations.megatron.checks import environment
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
+def test_rows_are_added_to_what_is_there(path):
+    """A file of rows only grows, and is looked at before anything is measured."""
+    text = path.read_text()
+    assert not re.search(r"open\((a|args)\.out\b|DictWriter", text)
+    assert ("append_rows(" in text) == ("check_rows(" in text)
 
 
 @pytest.mark.model
