@@ -135,7 +135,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path, runtime: Runtime = REAL) -> Iterator[BinaryIO]:
-    """Write `path` through a temporary file in its folder; it appears whole or not at all."""
+    """Write `path` piece by piece through a temporary file in its folder; it appears whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = _beside(path)
@@ -210,8 +210,7 @@ def write_together(files: Mapping[Path, bytes], runtime: Runtime = REAL) -> None
 
 
 def write_text(path: Path, text: str, runtime: Runtime = REAL) -> None:
-    with atomic_file(path, runtime) as f:
-        f.write(text.encode("utf-8"))
+    write_together({path: text.encode("utf-8")}, runtime)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -221,8 +220,7 @@ def json_bytes(value: Any) -> bytes:
 
 def write_json(path: Path, value: Any, runtime: Runtime = REAL) -> None:
     """Atomic, sorted, NaN refused."""
-    with atomic_file(path, runtime) as f:
-        f.write(json_bytes(value))
+    write_together({path: json_bytes(value)}, runtime)
 
 
 def tensors_bytes(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] | None = None) -> bytes:
@@ -232,9 +230,7 @@ def tensors_bytes(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] |
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str] | None = None, runtime: Runtime = REAL) -> None:
     """Atomic safetensors file."""
-    data = tensors_bytes(tensors, meta)
-    with atomic_file(path, runtime) as f:
-        runtime.write(f.fileno(), data)
+    write_together({path: tensors_bytes(tensors, meta)}, runtime)
 
 
 def load_tensors(path: Path, *, sha256: str | None = None, cap: int | None = None) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ class _Section(BaseModel, metaclass=_Checked):
         """`~` is the user's home, as in a shell; nothing, or blanks, names no file."""
         if not isinstance(value, str | Path):
             return value
-        if not str(value).strip() or value == "":
+        if not str(value).strip():
             raise ValueError("is empty; name a folder or a file, or leave the key out")
         try:
             return Path(value).expanduser()

@@ -55,7 +55,7 @@ class LocalStore:
     def __init__(self, source: ExpertSource, runtime: Runtime) -> None:
         self.source, self._runtime = source, runtime
         self.layout = RecordLayout.of(source.tensors(0, 0))
-        self._layouts: dict[int, RecordLayout] = {}
+        self._layouts = {0: self.layout}
         self._aligned: torch.Tensor | None = None
 
     def layout_of(self, layer: int) -> RecordLayout:

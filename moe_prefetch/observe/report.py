@@ -206,7 +206,7 @@ def session_report(session: Any) -> Report:
     held, ledger = session.held_bytes(), session.ledger
     intro = (f"Plan `{session.policy.name}`, {session.num_slots} of {session.num_experts} experts per layer in slots; "
              f"experts hold {size(held['resident'])} of {size(held['total'])}.")
-    report = Report("moe_prefetch: what this session did", intro)
+    report = Report("moe_prefetch: what was asked for, and what moved", intro)
     report.tables.append(Table("Experts by phase", ("phase", *TOTALS), [(kind, *totals_row(t)) for kind, t in ledger.kinds.items()],
                                "Experts are counted per layer and forward pass, each distinct one once. late: on its way when needed; "
                                "wasted: fetched ahead, thrown out unread."))
