@@ -4,7 +4,9 @@ measurements. And whose calibration it is.
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,23 +17,26 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_prefetch.checkpoint import sha256_tensors
-from moe_prefetch.errors import ConfigError, UnsupportedModelError
+from moe_prefetch.errors import ConfigError, SessionError, UnsupportedModelError
 from moe_prefetch.kv.codec import OutlierStats
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
 KEY_NORMS = ("k_norm", "kv_a_layernorm")
 SAMPLED_ROWS = 32
+# The registries are the process's: each stand-in has a name of its own there, so two models in it never meet.
+STANDS_IN = "moe_prefetch_stands_in_"
+_NUMBERS, _LOCK = itertools.count(), threading.Lock()
 
 
 @contextmanager
 def replace_attention(model: Any, attention: Attention) -> Iterator[None]:
     """While open, the model's attention layers call `attention(own, module, q_BHTd, k_BNSd, v_BNSd, *args, **kwargs)` after RoPE and cache.
 
-    `own` is what they would have called. It returns (out [B, T, H, dv], weights or None). The implementation is set back at the end.
+    `own` is what they would have called. It returns (out [B, T, H, dv], weights or None). The implementation is set back at the end, and
+    the registries are as they were. Raises SessionError while another one is open for the model, or for another with its config;
+    UnsupportedModelError for a model whose attention does not come from the registry.
     """
-    before = model.config._attn_implementation
-    name = f"moe_prefetch_{before}"
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -45,13 +50,29 @@ def replace_attention(model: Any, attention: Attention) -> Iterator[None]:
             )
         return attention(own, module, *args, **kwargs)
 
-    AttentionInterface.register(name, run)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
-    model.set_attn_implementation(name)
+    with _LOCK:
+        before = model.config._attn_implementation
+        if str(before).startswith(STANDS_IN):
+            raise SessionError(
+                "this model is being calibrated or measured, or another with its config object", where=type(model).__name__,
+                do="do one after the other, or give each model a config of its own",
+            )  # fmt: skip
+        name = f"{STANDS_IN}{next(_NUMBERS)}_{before}"
+        AttentionInterface.register(name, run)
+        if before in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+        model.set_attn_implementation(name)
     try:
+        if model.config._attn_implementation != name:
+            raise UnsupportedModelError(
+                "its attention can't be exchanged", where=type(model).__name__, expected="a model of transformers' attention registry",
+                do="do without a calibration",
+            )  # fmt: skip
         yield
     finally:
         model.set_attn_implementation(before)
+        for registry in (AttentionInterface, AttentionMaskInterface):
+            registry._global_mapping.pop(name, None)
 
 
 def watch_attention(model: Any, see: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]) -> Any:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import CacheError, ConfigError, UnsupportedModelError
+from moe_prefetch.errors import CacheError, ConfigError, SessionError, UnsupportedModelError
+from moe_prefetch.integrations.transformers_attention import watch_attention
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_quality import gate
 from moe_prefetch.kv.attention import attend
@@ -243,6 +246,29 @@ def test_calibration_leaves_the_model_as_it_was(llama) -> None:
     with pytest.raises(ConfigError, match="span"):
         calibrate(llama, models.ids(60, 2), span=50)
     assert one == calibrate(llama, models.ids(60, 2)) and set(one.layers) == {0, 1} and one.layers[0].tokens == 2 * 56
+
+
+def test_two_models_calibrated_at_once_never_meet(llama) -> None:
+    """Attention's registry is the process's: each must see its own model, and leave nothing there."""
+    other, ids, seen = models.llama(), models.ids(8), []
+    before = list(ALL_ATTENTION_FUNCTIONS), list(ALL_MASK_ATTENTION_FUNCTIONS), llama.config._attn_implementation
+    one, two = (watch_attention(m, lambda layer, *_, at=at: seen.append((at, layer))) for at, m in enumerate((llama, other)))
+    with one, two:
+        llama(input_ids=ids)
+        other(input_ids=ids)
+        # Two of one model, or of one config object, would: they are refused, and the first goes on.
+        for twice in (llama, type(llama)(llama.config)):
+            with pytest.raises(SessionError, match="calibrated or measured"):
+                calibrate(twice, ids)
+        llama(input_ids=ids)
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+    assert before == (list(ALL_ATTENTION_FUNCTIONS), list(ALL_MASK_ATTENTION_FUNCTIONS), llama.config._attn_implementation)
+
+
+def test_attention_that_can_not_be_exchanged_is_not_calibrated(llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(llama), "_can_set_attn_implementation", lambda self: False)
+    with pytest.raises(UnsupportedModelError, match="can't be exchanged"):
+        calibrate(llama, models.ids(8))
 
 
 @pytest.mark.parametrize("format", ["fp16", "fp8", "fp4-quality"])
