@@ -27,7 +27,7 @@ from ..errors import ArtefactError, SessionError, UnsupportedModelError
 from ..kernels.expert_mlp.record import Piece, pieces
 from ..seam import HostModel
 
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?experts\.(.+)")
+_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\.(?:.*\.)?experts\.)(.+)")
 _ONE = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(weight|bias|weight_scale_inv)")
 _LINEARS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FAMILIES = "stacked gate_up_proj and down_proj, or gate_proj, up_proj and down_proj of each expert"
@@ -225,22 +225,27 @@ class _Files:
 class CheckpointSource:
     """The experts of a safetensors checkpoint (a folder, sharded or not), read one at a time: the model is never in memory.
 
-    Layers are taken in ascending order of the decoder layer's number; those from `num_hidden_layers` of config.json on (DeepSeek's
-    draft layers) are left out. Raises ArtefactError, UnsupportedModelError.
+    Layers are taken in ascending order of the decoder layer's number; draft layers are left out: those from `num_hidden_layers` of
+    config.json (or of its `text_config`) on, as DeepSeek's, and those below `mtp`, as Qwen3-Next's. Raises ArtefactError,
+    UnsupportedModelError: experts in more than one place, such as Qwen3-Omni's thinker and talker.
     """
 
     def __init__(self, folder: Path) -> None:
-        layers: dict[int, _Files] = {}
-        for name, entry in checkpoint.stored_tensors(Path(folder)).items():
-            if m := _LAYER.fullmatch(name):
-                layers.setdefault(int(m[1]), _Files()).entries[m[2]] = entry
         config = Path(folder) / "config.json"
         said = checkpoint.read_json(config) if config.is_file() else {}
-        limit = said.get("num_hidden_layers") if isinstance(said, dict) else None
-        self.layers = sorted(n for n in layers if type(limit) is not int or n < limit)
-        if not self.layers:
-            raise UnsupportedModelError("no experts in this checkpoint", where=str(folder), expected="tensors of layers.N. … .experts",
-                                        do="give the folder of an MoE model")
+        whole = said if isinstance(said, dict) else {}
+        depths = [x.get("num_hidden_layers") for x in (whole, whole.get("text_config")) if isinstance(x, dict)]
+        limit = next((n for n in depths if type(n) is int), None)
+        places: dict[str, dict[int, _Files]] = {}
+        for name, entry in checkpoint.stored_tensors(Path(folder)).items():
+            if (m := _LAYER.fullmatch(name)) and (limit is None or int(m[2]) < limit) and "mtp" not in m[1].split("."):
+                places.setdefault(f"{m[1]}N{m[3]}", {}).setdefault(int(m[2]), _Files()).entries[m[4]] = entry
+        if len(places) != 1:
+            raise UnsupportedModelError(f"experts in {len(places)} places: {', '.join(sorted(places))}" if places else
+                                        "no experts in this checkpoint", where=str(folder), expected="tensors of one layers.N. … .experts",
+                                        do="give the folder of an MoE model, with the files of one stack of layers")
+        (layers,) = places.values()
+        self.layers = sorted(layers)
         self._layers = [layers[n] for n in self.layers]
         self.num_layers, self.num_experts = len(self.layers), experts_in(self._layers[0])
         for n, files in zip(self.layers, self._layers, strict=True):

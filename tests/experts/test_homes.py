@@ -437,6 +437,25 @@ def test_draft_layers_and_checkpoints_without_experts(tmp_path):
     checkpoint_of(tmp_path, "stacked", layers=3)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     assert CheckpointSource(tmp_path).num_layers == 2
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 1}}))
+    assert CheckpointSource(tmp_path).num_layers == 1
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 0}))
     with pytest.raises(UnsupportedModelError, match="no experts"):
         CheckpointSource(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["talker.layers.0.mlp.experts.", "model.layers.0.mlp.vision_moe.experts.", "mtp.layers.0.mlp.experts."])
+def test_experts_of_another_stack_are_not_taken_for_the_models(tmp_path, other):
+    from safetensors.torch import save_file
+
+    tensors = checkpoint_of(tmp_path, "stacked", layers=2)
+    want = CheckpointSource(tmp_path).tensors(0, 0)
+    mine = "model.layers.0.mlp.experts."
+    theirs = {other + n.removeprefix(mine): -t for n, t in tensors.items() if n.startswith(mine)}
+    save_file({**tensors, **theirs}, tmp_path / "model.safetensors")
+    if other.startswith("mtp"):
+        got = CheckpointSource(tmp_path).tensors(0, 0)
+        assert all(bits(got[part]) == bits(want[part]) for part in want)
+    else:
+        with pytest.raises(UnsupportedModelError, match=r"2 places: .*layers\.N"):
+            CheckpointSource(tmp_path)
