@@ -22,7 +22,7 @@ import torch
 
 from ..config import KVConfig
 from ..errors import ConfigError
-from ..kv.codec import STATS_VERSION
+from ..kv.codec import STATS_VERSION, turns_keys
 from ..kv.format import LAYOUT_VERSION, PageLayout, capacity, format_of
 from ..kv.gate import Drift, drift
 from ..kv.outliers import POLICIES, Policy
@@ -211,10 +211,10 @@ class Bench:
         """Bits per element of a scheme that has run: ours at 32k with everything counted, as if for one sequence alone."""
         if name in PEERS:
             return sum(self.counted[name]) / len(self.counted[name])
-        layouts, scheme = self.layouts[name].values(), Scheme.parse(name)
-        turned = scheme.policy == "importance" and format_of(scheme.format).max_bits is not None
-        total = sum(x.bits_per_element(32768, SINKS, scheme.most, turned) * x.element_count for x in layouts)
-        return total / sum(x.element_count for x in layouts)
+        layouts, scheme, seen = self.layouts[name], Scheme.parse(name), self.stats.layers
+        turned = {n: turns_keys(seen.get(n), x.format, scheme.policy) for n, x in layouts.items()}
+        total = sum(x.bits_per_element(32768, SINKS, scheme.most, turned[n]) * x.element_count for n, x in layouts.items())
+        return total / sum(x.element_count for x in layouts.values())
 
     def capacity(self, name: str) -> dict[str, float]:
         """How many sequences of half the model's context fit in 1 GiB: two figures; empty for peers, whose metadata we do not hold."""

@@ -271,19 +271,20 @@ def capacity(
 ) -> dict[str, float]:
     """Two capacity figures that must never be quoted as each other.
 
-    `layouts` one per layer. Returns bytes per token, and how many sequences of `tokens` fit in `budget_bytes` here, in paged FP16, and in
-    FP16 reserved at `reserved` tokens a sequence, with the two ratios.
+    `layouts` one per layer; one of MLA (no V) keeps one latent for all `heads`. Returns bytes per token, and how many sequences of
+    `tokens` fit in `budget_bytes` here, in paged FP16, and in FP16 reserved at `reserved` tokens a sequence, with the two ratios.
     """
-    ours = heads * sum(x.held_bytes(tokens, sinks, x.format.window_or(window)) for x in layouts)
-    row = heads * sum(x.element_count for x in layouts) * 2
+    kept = [(heads if x.v_dim else 1, x) for x in layouts]
+    ours = sum(n * x.held_bytes(tokens, sinks, x.format.window_or(window)) for n, x in kept)
+    row = 2 * sum(n * x.element_count for n, x in kept)
     paged = row * _div_up(tokens, PAGE) * PAGE
-    n, n_paged, n_reserved = (budget_bytes // x for x in (ours, paged, row * reserved))
+    fit, fit_paged, fit_reserved = (budget_bytes // x for x in (ours, paged, row * reserved))
     return {
         "bytes_per_token": ours / tokens,
         "fp16_bytes_per_token": float(row),
-        "sequences": float(n),
-        "sequences_paged_fp16": float(n_paged),
-        "sequences_reserved_fp16": float(n_reserved),
+        "sequences": float(fit),
+        "sequences_paged_fp16": float(fit_paged),
+        "sequences_reserved_fp16": float(fit_reserved),
         "ratio_vs_paged_fp16": paged / ours,
         "ratio_vs_reserved_fp16": row * reserved / ours,
     }

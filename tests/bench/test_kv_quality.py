@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 from moe_prefetch import cli
 from moe_prefetch.bench import kv_quality as bench
 from moe_prefetch.bench.rows import Journal, checkpoint_id
+from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError
+from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.integrations.transformers_quality import decoded, log_probs
 from moe_prefetch.kv.format import FORMATS, format_of, layout_for
 from moe_prefetch.kv.gate import drift
-from tests.kv.models import llama
+from tests.kv.models import llama, mla
 
 
 class Letters:
@@ -92,6 +94,21 @@ def test_capacity_is_told_in_both_ways(model):
     (_, ours, fp16, n, paged, reserved, by_paged, by_reserved) = fits.rows[1]
     assert ours < fp16 / 2 and n > paged > reserved and by_reserved > by_paged > 2
     assert by_reserved == pytest.approx(2 * by_paged, rel=0.1)
+
+
+def test_mla_is_counted_as_its_cache_counts_it(monkeypatch):
+    """One latent for all heads, and no axes of keys."""
+    made = mla(layers=1)
+    monkeypatch.setattr(bench, "load_model", lambda name: (made, Letters()))
+    j, journal = job(texts=1, schemes=("fp4-72",)), Journal()
+    bench.run(j, journal)
+    found = journal.get(j.key("fp4-72", 0))
+    cache = make_cache(made, KVConfig(format="fp4-72"), calibrate(made, torch.ones(1, 64, dtype=torch.long)))
+    with torch.no_grad():
+        made(torch.ones(1, 200, dtype=torch.long), past_key_values=cache)
+    (row,) = cache.report()
+    assert found["bits"] == pytest.approx(row["bits_per_element"])
+    assert found["fp16_bytes_per_token"] == 2 * (64 + 16) > found["bytes_per_token"] > 80 * found["bits"] / 8
 
 
 def test_texts_together_equal_texts_alone(model):
