@@ -51,6 +51,10 @@ def _step_bytes(layers: int, experts: int, hidden: int, top_k: int) -> int:
     return layers * (2 * 2 * hidden + 4 * experts + 2 * top_k) + 1
 
 
+def _shard(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
 def hash_of_first(windows_NT: torch.Tensor) -> Callable[[int], str]:
     """What `TraceWriter` takes as `text_hash`: the hash of the first n rows of token ids int64 [N, T]. Asked for growing n, it reads each
     row once."""
@@ -75,7 +79,7 @@ class TraceWriter:
     with it, a trace of another text is refused (one that does not say what its text was goes on with a warning). Of two
     writers in one folder the first to store a shard goes on; the other's next `flush` raises ArtefactError and writes nothing. Raises
     ProbeMismatchError when the folder holds a trace of another model, BudgetError when the cap can't hold one shard, ArtefactError when
-    its manifest is damaged or its text is another.
+    its manifest is damaged, its text is another, or it holds shards and no manifest: they are somebody else's.
     """
 
     def __init__(self, folder: Path | str, gates: Sequence[GateSpec], *, cap_bytes: int = 1 << 30, shard_tokens: int = 2048,
@@ -90,31 +94,33 @@ class TraceWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = {"format": "moe_prefetch.trace", "version": VERSION, "layers": len(gates), "experts": first.experts, "hidden": first.hidden,
                  "top_k": first.top_k, "gate_hash": gate_hash(gates), "position": 0, "shards": []}
-        if (self.folder / MANIFEST).exists():
-            self.manifest = read_manifest(self.folder)
-            if self.manifest["gate_hash"] != fresh["gate_hash"]:
-                raise ProbeMismatchError("the folder holds a trace of another model", where=str(self.folder), expected="this model's gates",
-                                         do="choose another folder")
-            if self.position and text_hash is not None:
-                if "text_hash" not in self.manifest:
-                    log.warning("%s does not say what text it holds: going on as if its first %d sequences were this text's", self.folder,
-                                self.position)
-                    # What was never compared is not vouched for later.
-                    text_hash = None
-                elif self.manifest["text_hash"] != text_hash(self.position):
-                    raise ArtefactError("the folder holds a trace of another text", where=str(self.folder),
-                                        expected=f"the text it was begun with, for its first {self.position} sequences",
-                                        do="choose another folder, or give the same text again")
-        else:
-            self.manifest = fresh
+        found = read_manifest(self.folder) if (self.folder / MANIFEST).exists() else fresh
+        self.manifest = found if found["shards"] else fresh
+        if self.manifest["gate_hash"] != fresh["gate_hash"]:
+            raise ProbeMismatchError("the folder holds a trace of another model", where=str(self.folder), expected="this model's gates",
+                                     do="choose another folder")
+        if self.position and text_hash is not None:
+            if "text_hash" not in self.manifest:
+                log.warning("%s does not say what text it holds: going on as if its first %d sequences were this text's", self.folder,
+                            self.position)
+                # What was never compared is not vouched for later.
+                text_hash = None
+            elif self.manifest["text_hash"] != text_hash(self.position):
+                raise ArtefactError("the folder holds a trace of another text", where=str(self.folder),
+                                    expected=f"the text it was begun with, for its first {self.position} sequences",
+                                    do="choose another folder, or give the same text again")
         self._text_hash = text_hash
         with exclusive(self.folder, runtime):
+            if not (self.folder / MANIFEST).exists():
+                if theirs := sorted(p.name for p in self.folder.glob("shard-" + 5 * "[0-9]" + ".safetensors")):
+                    raise ArtefactError(f"the folder has {theirs[0]} and no {MANIFEST}", where=str(self.folder),
+                                        expected="a trace, or a folder without shards", do="choose another folder")
+                # From here on the shard below is ours.
+                write_json(self.folder / MANIFEST, fresh, runtime)
             # A shard without an entry was cut off between its own write and the manifest's: it is written again.
-            named = read_manifest(self.folder)["shards"] if (self.folder / MANIFEST).exists() else []
-            known = {s["file"] for s in named}
-            for path in [*self.folder.glob("shard-*.safetensors"), *self.folder.glob(".shard-*.tmp")]:
-                if path.name not in known:
-                    path.unlink()
+            name = _shard(len(read_manifest(self.folder)["shards"]))
+            for path in (self.folder / name, *self.folder.glob(f".{name}.*.tmp")):
+                path.unlink(missing_ok=True)
         self.full = False
         self._steps: list[Step] = []
 
@@ -140,7 +146,7 @@ class TraceWriter:
             return
         steps, self._steps = self._steps, []
         shards = self.manifest["shards"]
-        name = f"shard-{len(shards):05d}.safetensors"
+        name = _shard(len(shards))
         tensors = {"residual": torch.cat([s.taps.residual_LTD for s in steps], 1).bfloat16(),
                    "moe_input": torch.cat([s.taps.moe_input_LTD for s in steps], 1).bfloat16(),
                    "logits": torch.cat([s.taps.logits_LTE for s in steps], 1).float(),

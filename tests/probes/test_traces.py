@@ -74,9 +74,9 @@ def test_killed_at_any_moment_it_loses_at_most_a_shard(tmp_path: Path) -> None:
     died = 0
     for at in range(1, 20):
         folder = tmp_path / str(at)
-        writer = TraceWriter(folder, gates(), shard_tokens=100, runtime=Dying(at))
         added = 0
         try:
+            writer = TraceWriter(folder, gates(), shard_tokens=100, runtime=Dying(at))
             for s in steps:
                 writer.add(s)
                 added += 1
@@ -94,6 +94,28 @@ def test_killed_at_any_moment_it_loses_at_most_a_shard(tmp_path: Path) -> None:
         assert all(same(s, cut(whole, 50, i)) for i, s in enumerate(steps))
         assert {p.name for p in folder.iterdir()} == {"trace.json", *(f"shard-{i:05d}.safetensors" for i in range(4))}
     assert died > 10, "it never died: the test tests nothing"
+
+
+def test_what_is_not_the_traces_stays(tmp_path: Path) -> None:
+    """Shards of somebody else's in the folder: those that could be a trace's own are refused, the others are no business of ours."""
+    others = [tmp_path / name for name in ("shard-00001-of-00004.safetensors", "shard-eval.safetensors", ".shard-mine.tmp")]
+    for path in others:
+        path.write_text("mine")
+    write(tmp_path, [step(gates(), 100, 0)])
+    (tmp_path / "shard-00007.safetensors").write_text("mine")
+    write(tmp_path, [step(gates(), 100, 1)])
+    assert len(Trace(tmp_path)) == 2 and all(p.read_text() == "mine" for p in (*others, tmp_path / "shard-00007.safetensors"))
+    (tmp_path / "trace.json").rename(tmp_path / "lost")
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(ArtefactError, match="no trace"):
+        TraceWriter(tmp_path, gates(), shard_tokens=100)
+    assert before == {p: p.read_bytes() for p in tmp_path.iterdir()}
+
+
+def test_a_folder_where_nothing_was_stored_yet_takes_another_model(tmp_path: Path) -> None:
+    TraceWriter(tmp_path, gates())
+    TraceWriter(tmp_path, gates(seed=1), shard_tokens=100).add(step(gates(seed=1), 100, 0))
+    assert len(Trace(tmp_path, gates(seed=1))) == 1
 
 
 @pytest.mark.parametrize("spoil", ["truncate", "flip", "missing", "swap", "link", "outside", "tokens", "version", "text", "twice"])
