@@ -29,11 +29,11 @@ else:  # one of them, or K's and V's
 WITH_OUTLIERS = ("fp4-72", "fp4-quality")
 PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """'512MiB', '2 GB', '1024' -> bytes. Raises ValueError."""
+    """'512MiB', '2 GB', '1024B' -> bytes. Raises ValueError."""
     m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)\s*", text)
     if not m or m[2].lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write for example 512MiB or 2GB")
@@ -104,10 +104,10 @@ class ExpertsConfig(_Section):
 
     @field_validator("resident", mode="before")
     @classmethod
-    def _no_fraction(cls, value: Any) -> Any:
+    def _slots(cls, value: Any) -> Any:
         if isinstance(value, bool | float):
             raise ValueError("write a number of slots, a share such as 50%, or a size such as 2GiB")
-        return value
+        return int(value) if isinstance(value, str) and re.fullmatch(r"\s*[0-9]+\s*", value) else value
 
     @field_validator("resident")
     @classmethod
