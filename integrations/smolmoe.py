@@ -16,7 +16,6 @@ multiplies its shared expert by a sigmoid gate, which is frozen at 1/2 here, so 
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -33,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_prefetch.checkpoint import load_tensors, read_json, sha256_file, sync_folder, write_json
-from moe_prefetch.errors import ArtefactError, DeadlineError, MoEPrefetchError
+from moe_prefetch.checkpoint import exclusive, load_tensors, read_json, sha256_file, sync_folder, write_json
+from moe_prefetch.errors import ArtefactError, MoEPrefetchError
 from moe_prefetch.runtime import REAL
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ DELTA_SHAPES = {
     "perm": (DENSE_WIDTH,), "router": (NUM_EXPERTS, HIDDEN), "norm": (HIDDEN,),
     "ga": (RANK, HIDDEN), "gb": (DENSE_WIDTH, RANK), "ua": (RANK, HIDDEN), "ub": (DENSE_WIDTH, RANK),
     "da": (RANK, DENSE_WIDTH), "db": (HIDDEN, RANK)}
-LOCK_DEADLINE_S = 600.0
+BUILDING = ".moe_prefetch-build-"  # in the cache, and so in a folder that may hold other people's
 MIN_FREE_BYTES = 1 << 30
 
 Tensors = dict[str, torch.Tensor]
@@ -178,10 +177,10 @@ def _committed(root: Path, name: str, write: Callable[[Path], None]) -> Path:
     done = root / name
     if _intact(done):
         return done
-    with _lock(root / ".lock"):
+    with exclusive(root):
         if _intact(done):
             return done
-        for stale in root.glob(".build-*"):  # left by a killed process: whoever holds the lock is the only builder
+        for stale in root.glob(f"{BUILDING}*"):  # left by a killed process: whoever holds the lock is the only builder
             shutil.rmtree(stale, ignore_errors=True)
         if done.exists():
             log.warning("cached checkpoint %s is incomplete or altered; it is built again", done)
@@ -189,7 +188,7 @@ def _committed(root: Path, name: str, write: Callable[[Path], None]) -> Path:
         if (free := shutil.disk_usage(root).free) < MIN_FREE_BYTES:
             raise MoEPrefetchError(f"only {free >> 20} MiB free", where=str(root), expected=f"at least {MIN_FREE_BYTES >> 20} MiB",
                                    do="free some space, set XDG_CACHE_HOME or pass cache_dir")
-        aside = Path(tempfile.mkdtemp(prefix=".build-", dir=root))
+        aside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=root))
         try:
             write(aside)
             files = sorted(path for path in aside.iterdir() if path.is_file())
@@ -203,23 +202,6 @@ def _committed(root: Path, name: str, write: Callable[[Path], None]) -> Path:
             shutil.rmtree(aside, ignore_errors=True)
             raise
     return done
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """An advisory lock between processes; the system drops it when its holder dies."""
-    deadline = REAL.now() + LOCK_DEADLINE_S
-    with open(path, "w") as f:
-        while True:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if REAL.now() > deadline:
-                    raise DeadlineError(f"another process has been building for {LOCK_DEADLINE_S:.0f} s", where=str(path),
-                                        expected="a build of under a minute", do="end that process, then try again") from None
-                REAL.sleep_until(REAL.now() + 0.1)
-        yield
 
 
 # the build ----------------------------------------------------------------------------------------------------------------

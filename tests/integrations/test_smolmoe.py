@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_prefetch.checkpoint import sha256_file
-from moe_prefetch.errors import ArtefactError, DeadlineError, MoEPrefetchError
+from moe_prefetch.errors import ArtefactError, MoEPrefetchError
 from moe_prefetch.integrations import smolmoe
 
 DELTA = Path(__file__).resolve().parents[2] / "examples" / "smolmoe"
@@ -51,7 +51,7 @@ def test_it_is_built_once(tmp_path: Path) -> None:
     first = smolmoe._committed(tmp_path, "m", write)
     assert smolmoe._committed(tmp_path, "m", write) == first == tmp_path / "m"
     assert len(calls) == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "m"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "gone", "manifest gone", "manifest emptied", "manifest strange"])
@@ -74,14 +74,18 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path, error: type[BaseExc
 
     with pytest.raises(error):
         smolmoe._committed(tmp_path, "m", write)
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_build_left_is_swept_up(tmp_path: Path) -> None:
-    (tmp_path / ".build-abc").mkdir()
-    (tmp_path / ".build-abc" / "model.safetensors").write_bytes(b"half")
+    """And nothing else."""
+    for folder, file in ((".moe_prefetch-build-abc", "model.safetensors"), (".build-release", "app")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text("mine")
+    (tmp_path / ".lock").write_text("mine")
     smolmoe._committed(tmp_path, "m", write_quickly)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "m"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".build-release", ".lock", "m"]
+    assert (tmp_path / ".build-release" / "app").read_text() == (tmp_path / ".lock").read_text() == "mine"
 
 
 def build_slowly(root: Path, log: Path) -> None:
@@ -107,17 +111,11 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_waiting_for_another_builder_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smolmoe, "LOCK_DEADLINE_S", 0.2)
-    with smolmoe._lock(tmp_path / ".lock"), pytest.raises(DeadlineError, match="another process"), smolmoe._lock(tmp_path / ".lock"):
-        pass
-
-
 def test_a_full_disk_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smolmoe, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(MoEPrefetchError, match="MiB free"):
         smolmoe._committed(tmp_path, "m", write_quickly)
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert not list(tmp_path.iterdir())
 
 
 # bad input ----------------------------------------------------------------------------------------------------------------
@@ -138,7 +136,7 @@ def test_an_altered_delta_is_refused(delta: Path, tmp_path: Path, name: str, new
     change(delta, name, new)
     with pytest.raises(ArtefactError, match=told):
         smolmoe.build(tmp_path / "cache", progress=False, delta_dir=delta)
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [".lock"]
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_truncated_delta_is_refused(delta: Path, tmp_path: Path) -> None:
@@ -188,7 +186,7 @@ def test_the_name_in_the_cache_follows_what_it_is_made_of(delta: Path, monkeypat
 def test_the_checkpoint_is_the_reference_byte_for_byte() -> None:
     folder = smolmoe.build(progress=False)
     assert sha256_file(folder / "model.safetensors") == REFERENCE_SHA256
-    assert not list(folder.parent.glob(".build-*"))
+    assert not list(folder.parent.glob(".moe_prefetch-build-*"))
 
 
 @pytest.mark.model
