@@ -49,7 +49,7 @@ from moe_prefetch.integrations.deepspeed_experts import MoEPrefetchPolicy
 from moe_prefetch.integrations.deepspeed_models import AutoEPModel, MoEModel, OwnExperts, autoep_works, check_family
 from moe_prefetch.integrations.deepspeed_training import ProbeFit
 from moe_prefetch.integrations.transformers import FITTED, TransformersModel
-from moe_prefetch.probes.probe import GateSpec, RoutingProbe, gate_hash, read_folder
+from moe_prefetch.probes.probe import GateSpec, RoutingProbe, check_folder, gate_hash, read_folder
 from moe_prefetch.seam import open_model, register_host
 from moe_prefetch.session import Session, attach
 
@@ -168,6 +168,8 @@ def _check_folders(ours: Config) -> None:
         except OSError as e:
             raise ConfigError(f"{key}: nothing can be written as {folder}: {there}: {e.strerror}", where=f"{SECTION}.{key}",
                               expected="a new folder, or one that can be written", do="name another folder") from e
+    if ours.fit is not None:
+        check_folder(ours.fit.out)
 
 
 def _inference_settings(stock: dict[str, Any]) -> DeepSpeedInferenceConfig:

@@ -13,8 +13,8 @@ import secrets
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -43,6 +43,18 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as e:
         raise ArtefactError(f"nothing can be written there: {e.strerror}", where=str(folder), do="name another folder") from e
+
+
+def check_own(folder: Path, names: Sequence[str], said: Mapping[str, str]) -> None:
+    """Before an artefact is written into `folder` as files `names`: none is there, or the last one, JSON, says `said`. Raises
+    ArtefactError: they are something else's."""
+    there = [name for name in names if os.path.lexists(folder / name)]
+    found = None
+    with suppress(ArtefactError):
+        found = read_json(folder / names[-1])
+    if there and not (isinstance(found, dict) and said.items() <= found.items()):
+        raise ArtefactError(f"its {' and '.join(there)} would be replaced", where=str(folder),
+                            expected=f"a new folder, or one whose {names[-1]} says {' '.join(said.values())}", do="name another folder")
 
 
 def contained(root: Path, name: str) -> Path:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def check(path: Path | str, runtime: Runtime | None = None) -> list[str]:
     """Every problem of a config file, one line each, none when it is sound: its syntax, its keys, their values and how they fit
-    together (in a DeepSpeed file also with DeepSpeed's), and what they name on the drive (a probe, a KV calibration, a record folder).
-    Raises nothing for a bad file."""
+    together (in a DeepSpeed file also with DeepSpeed's), and what they name on the drive (a probe, the folder of one to come, a KV
+    calibration, a record folder). Raises nothing for a bad file."""
     config, problems = config_module.examine(Path(path))
     if config is None:
         return problems
@@ -26,6 +26,8 @@ def check(path: Path | str, runtime: Runtime | None = None) -> list[str]:
         problems += deepspeed_file.misspelt(stock) + deepspeed_file.contradictions(stock, config)
     if config.probe.path is not None:
         problems += _trial("probe.path", lambda: _probe(config.probe.path))
+    if config.fit is not None:
+        problems += _trial("fit.out", lambda: _probe_folder(config.fit.out))
     if config.kv.calibration is not None:
         problems += _trial("kv.calibration", lambda: _calibration(config.kv.calibration))
     if config.experts.path is not None:
@@ -38,6 +40,12 @@ def _probe(folder: Path) -> None:
     from .probes.probe import read_folder
 
     read_folder(folder)
+
+
+def _probe_folder(folder: Path) -> None:
+    from .probes.probe import check_folder
+
+    check_folder(folder)
 
 
 def _calibration(path: Path) -> None:

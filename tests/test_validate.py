@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from moe_prefetch.errors import ArtefactError
 from moe_prefetch.experts.store import DiskStore
 from moe_prefetch.integrations.transformers import gates
 from moe_prefetch.kv.codec import OutlierStats
@@ -99,6 +100,26 @@ def test_record_folders(sound):
         found = with_path(path)
         assert len(found) == 1 and "is no folder" in found[0]
     assert not (folder / "new").exists()
+
+
+def test_folders_of_something_else_are_left_to_their_owners(sound):
+    """The advice is another folder, never to delete this one; and nobody writes over another's manifest."""
+    folder = sound.parent
+    records, stats = (folder / "records" / "manifest.json").read_text(), OutlierStats.load(folder / "cal")
+    with pytest.raises(ArtefactError, match="another folder"):
+        stats.save(folder / "records")
+    stats.save(folder / "cal")
+    with pytest.raises(ArtefactError, match="another folder"):
+        DiskStore.obtain(folder / "cal", Source(1, 2), REAL)
+    assert (folder / "records" / "manifest.json").read_text() == records and OutlierStats.load(folder / "cal") == stats
+    sound.write_text("experts: {home: disk, path: cal}\n")
+    (found,) = check(sound)
+    assert "another folder" in found and "delete" not in found
+    sound.write_text("fit: {out: cal}\n")
+    assert check(sound) == []
+    (folder / "cal" / "config.json").write_text('{"model_type": "mixtral"}')
+    (found,) = check(sound)
+    assert found.startswith("fit.out: ") and "would be replaced" in found
 
 
 def test_a_folder_that_can_not_be_written(sound):

@@ -263,7 +263,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a record folder, its types and the file's size checked; no model is needed. Raises ArtefactError."""
     m = checkpoint.read_json(checkpoint.contained(folder, MANIFEST))
     where = str(folder / MANIFEST)
-    if not isinstance(m, dict) or m.get("format") != FORMAT or type(m.get("version")) is not int or m["version"] != VERSION:
+    if not isinstance(m, dict) or m.get("format") != FORMAT:
+        raise ArtefactError("the folder is something else's", where=where, expected=f"a new folder, or format {FORMAT}",
+                            do="name another folder")
+    if type(m.get("version")) is not int or m["version"] != VERSION:
         raise ArtefactError("no record manifest of this version", where=where, expected=f"format {FORMAT}, version {VERSION}", do=REBUILD)
     counts = [m.get(key) for key in ("layers", "experts", "record_bytes")]
     # Bounded, so that products stay file sizes. `type`, since True is an int and equal to 1.

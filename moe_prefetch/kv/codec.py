@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint import json_bytes, load_tensors, read_json, tensors_bytes, write_together
+from ..checkpoint import check_own, json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ShapeError
 from ..kernels.kv_encode.records import Book, book_shares, neutral_book
 from ..runtime import REAL, Runtime
@@ -19,6 +19,7 @@ from .format import KVFormat, PageLayout
 from .outliers import Choice, LayerStats, Policy, choose
 
 STATS_VERSION = 2
+KIND = "kv-calibration"
 _MOMENTS = ("q2", "k1", "k2", "ka", "v2")
 
 
@@ -81,13 +82,15 @@ class OutlierStats:
     keys: dict[int, str] = field(default_factory=dict)
 
     def save(self, path: Path, runtime: Runtime = REAL) -> None:
-        """Write `<path>/stats.safetensors` and `<path>/manifest.json` together (`checkpoint.write_together`)."""
+        """Write `<path>/stats.safetensors` and `<path>/manifest.json` together (`checkpoint.write_together`). Raises ArtefactError:
+        files of these names are something else's there."""
         path = Path(path)
+        check_own(path, ("stats.safetensors", "manifest.json"), {"kind": KIND})
         tensors = {f"{n}.{m}": torch.tensor(getattr(s, m), dtype=torch.float64) for n, s in self.layers.items() for m in _MOMENTS}
         tensors |= {f"{n}.{m}": t for n, s in self.layers.items() if s.axes for m, t in s.axes._asdict().items()}
         data = tensors_bytes(tensors)
         manifest = {
-            "kind": "kv-calibration",
+            "kind": KIND,
             "version": STATS_VERSION,
             "tokens": {str(n): s.tokens for n, s in self.layers.items()},
             # null: the key projection was not found, any model's is taken for it.
@@ -101,11 +104,11 @@ class OutlierStats:
         """Raises ArtefactError when it is missing, altered, of another kind or version, or holds what is not finite."""
         path = Path(path)
         manifest = read_json(path / "manifest.json")
-        if not isinstance(manifest, dict) or manifest.get("kind") != "kv-calibration" or manifest.get("version") != STATS_VERSION:
+        if not isinstance(manifest, dict) or manifest.get("kind") != KIND or manifest.get("version") != STATS_VERSION:
             raise ArtefactError(
                 "not a KV calibration of this version",
                 where=str(path),
-                expected=f"kind kv-calibration, version {STATS_VERSION}",
+                expected=f"kind {KIND}, version {STATS_VERSION}",
                 do="calibrate again",
             )
         # A calibration of no layers (MLA) has no tensors, and safetensors can't read what it writes then.

@@ -26,7 +26,7 @@ from . import metrics
 from .batches import Source, batches, digest, ranks
 from .calibrate import calibrate, margin_and_truth
 from .collect import Collector, Step
-from .probe import HORIZONS, GateSpec, RoutingProbe, gate_hash
+from .probe import HORIZONS, GateSpec, RoutingProbe, check_folder, gate_hash
 from .targets import FitConfig, Taps, all_sum
 from .trainer import Trainer
 
@@ -98,7 +98,7 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
         error, found = None, (0, -1.0, 0, {})
         try:
             if ranks()[0] == 0:
-                out.mkdir(parents=True, exist_ok=True)
+                check_folder(out).mkdir(parents=True, exist_ok=True)
                 alone.enter_context(exclusive(out, runtime, wait_s=1.0))
             found = state.load(trainer)
         except (MoEPrefetchError, OSError) as e:

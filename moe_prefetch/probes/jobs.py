@@ -18,7 +18,7 @@ from ..seam import open_model
 from .batches import Memory, Source, ranks
 from .collect import Collector, Step
 from .fit import fit
-from .probe import RoutingProbe
+from .probe import RoutingProbe, check_folder
 from .targets import FitConfig, Taps
 from .traces import Trace, TraceWriter, hash_of_first
 from .trainer import check_gates
@@ -194,7 +194,7 @@ def run_fit(model: str, out: Path, *, traces: Sequence[Path] = (), held_out: Seq
     check_traces([Trace(p) for p in traces], [Trace(p) for p in held_out])
     if quick and (traces or held_out):
         raise ConfigError("--quick records a text of its own", where="fit", expected="--trace or --quick", do="leave one of them out")
-    check_writable(out)
+    check_writable(check_folder(out))
     if not first_rank():
         progress = None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

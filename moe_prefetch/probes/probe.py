@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..checkpoint import contained, json_bytes, load_tensors, read_json, tensors_bytes, write_together
+from ..checkpoint import check_own, contained, json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ProbeMismatchError, ShapeError, UnsupportedModelError
 from ..kernels.probe_topk.naive import TapWeights, pack
 from ..types import PROB_ONE
@@ -36,6 +36,7 @@ from .router import GateSpec, gate_hash, margins, normalise, scores, select
 VERSION = 3
 HORIZONS = (0, 1, 2)
 MAX_BYTES = 1 << 30
+FORMAT = "moe_prefetch.probe"
 
 
 @dataclass(eq=False, slots=True)
@@ -223,8 +224,8 @@ class RoutingProbe:
     # store -----------------------------------------------------------------------------------------------------------
     def save_pretrained(self, folder: Path | str, *, card: str = "", extra: dict[str, Any] | None = None) -> None:
         """Write config.json, model.safetensors and README.md together (`checkpoint.write_together`): the config, which names the weights'
-        hash, last, so that no mixture is ever used. `extra` must be JSON."""
-        folder = Path(folder)
+        hash, last, so that no mixture is ever used. `extra` must be JSON. Raises ArtefactError: `check_folder`."""
+        folder = check_folder(folder)
         tensors: dict[str, torch.Tensor] = {}
         used: dict[str, list[int]] = {}
         shapes: dict[str, dict[str, int]] = {}
@@ -242,9 +243,9 @@ class RoutingProbe:
             _pack(f"h{h}.up", r.up_LER[h:], tensors)
             tensors[f"h{h}.out"], tensors[f"h{h}.temperature"] = r.out_LE[h:].float(), r.temperature_L[h:].float()
             used[str(h)] = [i for i, u in enumerate(r.used_L) if u]
-        data = tensors_bytes(tensors, {"format": "moe_prefetch.probe"})
+        data = tensors_bytes(tensors, {"format": FORMAT})
         config = {
-            "format": "moe_prefetch.probe", "version": VERSION, "layers": self.layers, "experts": self.experts,
+            "format": FORMAT, "version": VERSION, "layers": self.layers, "experts": self.experts,
             "hidden": self.gates[0].hidden, "top_k": self.top_k, "horizons": shapes, "used": used,
             "gate_hash": gate_hash(self.gates), "weights_sha256": hashlib.sha256(data).hexdigest(), "extra": extra or {}}
         text = card or "# Routing probe\n\nNo figures were recorded for this probe.\n"
@@ -281,14 +282,20 @@ def trunk_down(down_LRD: torch.Tensor, norm_LD: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(down_LRD[:2]), down_LRD[1:-1] * ratio])
 
 
+def check_folder(folder: Path | str) -> Path:
+    """The folder, if a probe can be written there and replaces nothing but a probe. Raises ArtefactError."""
+    check_own(Path(folder), ("model.safetensors", "README.md", "config.json"), {"format": FORMAT})
+    return Path(folder)
+
+
 def read_folder(folder: Path | str) -> tuple[dict[str, Any], list[Residual | None]]:
     """What `save_pretrained` wrote, checked as far as it can be without the model: (config, residuals by horizon); `down` of a horizon that
     stands on a trunk is still the trunk's. Raises ArtefactError."""
     folder = Path(folder)
     config = read_json(contained(folder, "config.json"))
-    if not isinstance(config, dict) or config.get("format") != "moe_prefetch.probe" or config.get("version") != VERSION:
+    if not isinstance(config, dict) or config.get("format") != FORMAT or config.get("version") != VERSION:
         raise ArtefactError("not a routing probe of this version", where=str(folder),
-                            expected=f"format moe_prefetch.probe, version {VERSION}", do="fit the probe again with this version")
+                            expected=f"format {FORMAT}, version {VERSION}", do="fit the probe again with this version")
     tensors = load_tensors(contained(folder, "model.safetensors"), sha256=str(config.get("weights_sha256")), cap=MAX_BYTES)
     try:
         return config, [_read_residual(h, tensors, config["used"][str(h)], config, str(folder)) if str(h) in config["used"] else None

@@ -15,6 +15,7 @@ from moe_prefetch import cli
 from moe_prefetch.errors import ArtefactError, ConfigError, MoEPrefetchError
 from moe_prefetch.integrations.transformers import gates
 from moe_prefetch.probes import jobs
+from moe_prefetch.probes.probe import RoutingProbe
 from moe_prefetch.probes.traces import Trace
 from tests.tiny import tiny
 
@@ -141,3 +142,21 @@ def test_the_command_says_so(tmp_path: Path, two: tuple[Path, Path]) -> None:
     (tmp_path / "b.txt").write_text(B)
     said = CliRunner().invoke(cli.app, ["trace", "--out", str(two[0]), "--text", str(tmp_path / "b.txt")])
     assert said.exit_code == 1 and "another text" in " ".join(said.stderr.split())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
+def test_a_fit_replaces_nothing_but_a_probe(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own checkpoint, say: refused before any work, and by whoever writes a probe."""
+    trace(tmp_path / "t", A)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / name).write_text('{"model_type": "qwen3_moe"}')
+    monkeypatch.setattr(jobs, "load_model", lambda model: pytest.fail("this is work"))
+    for write in (lambda: jobs.run_fit("tiny", tmp_path / "m", traces=[tmp_path / "t"]),
+                  lambda: RoutingProbe(gates(MODEL)).save_pretrained(tmp_path / "m")):
+        with pytest.raises(ArtefactError, match=f"{name} would be replaced"):
+            write()
+    assert [p.name for p in (tmp_path / "m").iterdir()] == [name] and "qwen3_moe" in (tmp_path / "m" / name).read_text()
+    (tmp_path / "m" / name).rename(tmp_path / "m" / "notes.md")
+    for _ in range(2):
+        RoutingProbe(gates(MODEL)).save_pretrained(tmp_path / "m")
+    assert (tmp_path / "m" / "notes.md").exists()

@@ -217,6 +217,15 @@ def test_a_probe_of_another_model_is_refused(tmp_path):
         mpd.init_inference(model, {**ours(experts=DISK, probe={"path": str(tmp_path / "own")}), "dtype": "bf16"})
 
 
+def test_a_fit_into_a_models_folder_is_refused(tmp_path):
+    model = small()
+    model.save_pretrained(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(ArtefactError, match="would be replaced"):
+        mpd.initialize(model=model, config={**TRAIN, "moe_prefetch": {"fit": {"out": str(tmp_path)}}})
+    assert before == {p: p.read_bytes() for p in tmp_path.iterdir()}
+
+
 def test_a_probe_that_autoep_has_no_taps_for(tmp_path):
     model = small("qwen2_moe")
     RoutingProbe(gates(model)).save_pretrained(tmp_path / "transformers")
