@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError
@@ -179,10 +179,20 @@ def _set(model: Any, name: str) -> None:
         absorb(model)
 
 
+def _asks_by_name(model: Any) -> bool:
+    """Whether the code of the model or its layers does other things under `sdpa` or `eager` than call it: then another name would change
+    more."""
+    kinds = {type(model), *(type(m) for m in model.modules() if hasattr(m, "layer_idx"))}
+    return any(_compares_names(c.__module__) for c in {c for kind in kinds for c in kind.__mro__} - {*PreTrainedModel.__mro__})
+
+
 @cache
-def _asks_by_name(model_class: type) -> bool:
-    """Whether the model's code does other things under `sdpa` or `eager` than call it: then another name would change more."""
-    code = inspect.getsource(sys.modules[model_class.__module__])
+def _compares_names(module: str) -> bool:
+    try:
+        code = inspect.getsource(sys.modules[module])
+    except (KeyError, TypeError, OSError):
+        # A notebook's classes, or those of a REPL: their parents' code is looked at, too.
+        return False
     return "_attn_implementation ==" in code or "_attn_implementation in" in code
 
 
@@ -191,7 +201,7 @@ def _name_for(model: Any, text: Any) -> tuple[str | None, str]:
     now = text._attn_implementation
     if getattr(text, "kv_lora_rank", None) and (why := latents_refused(model, text)):
         return None, why
-    if _asks_by_name(type(model)):
+    if _asks_by_name(model):
         return None, f"{type(model).__name__} asks for its attention by name"
     if now == "eager" and text.model_type not in EAGER_MODELS:
         return None, f"{text.model_type} with eager attention; load it with attn_implementation='sdpa'"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import moe_prefetch
 from moe_prefetch.errors import CacheError, ConfigError
@@ -491,6 +494,18 @@ def test_what_can_not_be_served_says_why(llama, before: str, reason: str) -> Non
         assert llama.config._attn_implementation == before
     finally:
         llama.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("name", ["tests.kv.models", "a_notebook"])
+def test_a_class_of_the_users_own_is_judged_by_its_parents(llama, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From a file, or from a notebook, whose source nobody can read. GPT-2 asks for its attention by name, Llama does not."""
+    if name == "a_notebook":
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    mine = type("Mine", (type(llama),), {"__module__": name})(llama.config)
+    assert choose(mine, models.config(attention="pages")) == (OURS, "pages, over sdpa")
+    gpt2 = type("Mine", (GPT2LMHeadModel,), {"__module__": name})(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=16))
+    with pytest.raises(ConfigError, match="asks for its attention by name"):
+        choose(gpt2, models.config(attention="pages"))
 
 
 def test_attach_switches_and_detach_switches_back(cases, caplog: pytest.LogCaptureFixture) -> None:
