@@ -5,6 +5,7 @@ are written and the missing figures are named.
 """
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -75,8 +76,8 @@ class Report:
             figures = sorted(p.name for p in building.iterdir())
             checkpoint.write_text(building / "report.md", "\n".join(parts))
             tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
-            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": tables, "figures": figures,
-                                                             "data": self.data})
+            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": _plain(tables),
+                                                             "figures": figures, "data": _plain(self.data)})
             if not folder.exists():
                 os.replace(building, folder)
                 return folder
@@ -121,6 +122,15 @@ def check_folder(folder: Path) -> None:
         raise ArtefactError("there is something that is not a report", where=str(folder), expected="an empty or new folder",
                             do="name another folder")
     checkpoint.check_writable(folder.parent)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON knows it: an infinite drift, or what is no number, as text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return show(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _report(folder: Path) -> dict[str, Any] | None:

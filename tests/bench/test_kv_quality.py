@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from moe_prefetch import cli
 from moe_prefetch.bench import kv_quality as bench
-from moe_prefetch.bench.rows import Journal, checkpoint_id
+from moe_prefetch.bench.rows import Journal, append_rows, checkpoint_id
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import ConfigError
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
@@ -109,6 +110,17 @@ def test_mla_is_counted_as_its_cache_counts_it(monkeypatch):
     (row,) = cache.report()
     assert found["bits"] == pytest.approx(row["bits_per_element"])
     assert found["fp16_bytes_per_token"] == 2 * (64 + 16) > found["bytes_per_token"] > 80 * found["bits"] / 8
+
+
+def test_a_drift_that_is_infinite_is_reported(model, tmp_path):
+    j, journal = job(texts=1), Journal()
+    bench.run(j, journal)
+    found = journal.get(j.key("fp8_nowindow", 0))
+    journal.put(j.key("fp8_nowindow", 0), {**found, "kl": math.inf, "ppl": math.inf, "kl_by_position": [math.inf] * 8})
+    folder = bench.report_of(j, journal, {}).save(tmp_path / "r")
+    assert json.loads((folder / "report.json").read_text())["data"]["fp8_nowindow"]["kl"] == "inf"
+    append_rows(tmp_path / "rows.csv", "kv-quality", bench.rows_of(j, journal), machine="m", commit="", checked="")
+    assert ",kl,inf," in (tmp_path / "rows.csv").read_text()
 
 
 def test_texts_together_equal_texts_alone(model):

@@ -89,6 +89,13 @@ def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch):
     assert "moe-prefetch[report]" in text and "one, two, three" in text
 
 
+def test_what_is_not_finite_is_written_as_text(tmp_path):
+    """The gate counts a non-finite result as an infinite drift."""
+    r = Report("T", tables=[Table("t", ("a", "b"), [("x", float("inf"))])], data={"k": {"kl": float("nan"), "all": (1.0, float("-inf"))}})
+    said = json.loads((r.save(tmp_path / "r") / "report.json").read_text(), parse_constant=lambda text: pytest.fail(text))
+    assert said["data"] == {"k": {"kl": "nan", "all": [1.0, "-inf"]}} and said["tables"][0]["rows"] == [["x", "inf"]]
+
+
 def test_numbers_are_shown_so_that_people_can_read_them():
     assert [show(v) for v in (1234567, 0.5, "x", 12345.678)] == ["1,234,567", "0.5", "x", "1.235e+04"]
     assert [size(v) for v in (12, 1536, 3 << 20, 5 << 40)] == ["12 B", "1.5 KiB", "3.0 MiB", "5120.0 GiB"]
