@@ -97,21 +97,17 @@ class Report:
         if not self.figures:
             return []
         try:
-            import matplotlib
-
-            matplotlib.use("Agg")
-            from matplotlib import pyplot
+            # Not pyplot: its backend and open figures are the user's.
+            from matplotlib.figure import Figure as Canvas
         except ImportError:
             return [f"Figures left out ({', '.join(f.name for f in self.figures)}): install moe-prefetch[report] to draw them.", ""]
         lines = []
         for figure in self.figures:
-            canvas, axes = pyplot.subplots(figsize=(8, 4), dpi=120, layout="constrained")
-            try:
-                figure.draw(axes)
-                axes.spines[["top", "right"]].set_visible(False)
-                canvas.savefig(folder / f"{figure.name}.png")
-            finally:
-                pyplot.close(canvas)
+            canvas = Canvas(figsize=(8, 4), dpi=120, layout="constrained")
+            axes = canvas.subplots()
+            figure.draw(axes)
+            axes.spines[["top", "right"]].set_visible(False)
+            canvas.savefig(folder / f"{figure.name}.png")
             lines += [f"![{figure.caption}]({figure.name}.png)", "", f"*{figure.caption}*", ""]
         return lines
 

@@ -84,9 +84,20 @@ def test_a_failing_figure_leaves_the_earlier_report(tmp_path):
 
 
 def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     text = (report().save(tmp_path / "r") / "report.md").read_text()
     assert "moe-prefetch[report]" in text and "one, two, three" in text
+
+
+def test_figures_are_no_business_of_the_users_backend(tmp_path, monkeypatch):
+    """His stays, with the figures that are open in it."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    for change in (matplotlib.use, pyplot.switch_backend, pyplot.figure, pyplot.subplots):
+        monkeypatch.setattr(f"{change.__module__}.{change.__name__}", lambda *a, **k: pytest.fail("the user's"))
+    assert (report().save(tmp_path / "r") / "one.png").exists()
 
 
 def test_what_is_not_finite_is_written_as_text(tmp_path):
