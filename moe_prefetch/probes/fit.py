@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from .targets import FitConfig, Taps, all_sum
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
+_STATE = re.compile(r"\.?(epoch-\d+\.safetensors|state\.json)(\.[0-9a-f]{12}\.tmp)?")
 
 
 class Scalars(Protocol):
@@ -137,6 +138,8 @@ def fit(gates: Sequence[GateSpec], train: Source, held_out: Mapping[str, Taps], 
         probe = None
         try:
             probe = finish(trainer, held_out, out, force=force, runtime=runtime)
+            if ranks()[0] == 0:
+                state.remove()
         except (MoEPrefetchError, OSError) as e:
             error = e
         _agree(error, None, out)
@@ -174,8 +177,7 @@ def finish(trainer: Trainer, held_out: Mapping[str, Taps], out: Path, *, force: 
     calibrate(probe, every, horizons=horizons)
     if ranks()[0] == 0:
         text = card(report, trainer.config, trainer.done, trainer.tokens * ranks()[1])
-        probe.save_pretrained(out, card=text, extra={"figures": report.rows, "fit": asdict(trainer.config)})
-        shutil.rmtree(out / "fit-state", ignore_errors=True)
+        probe.save_pretrained(out, card=text, extra={"figures": report.rows, "fit": asdict(trainer.config)}, runtime=runtime)
     return probe
 
 
@@ -348,6 +350,15 @@ class _State:
         save_tensors(self.folder / name, {**trainer.state(), **{"best." + k: v for k, v in weights.items()}}, runtime=self.runtime)
         write_json(self.folder / "state.json", {"identity": self.identity, "file": name, "sha256": sha256_file(self.folder / name),
                                                 "epoch": epoch, "best": best, "stale_epochs": stale_epochs}, self.runtime)
-        for old in self.folder.glob("epoch-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        self._sweep(keep=(name, "state.json"))
+
+    def _sweep(self, keep: tuple[str, ...] = ()) -> None:
+        for path in self.folder.iterdir():
+            if path.name not in keep and _STATE.fullmatch(path.name):
+                path.unlink()
+
+    def remove(self) -> None:
+        """The folder goes, too, if nothing else is in it."""
+        with suppress(OSError):
+            self._sweep()
+            self.folder.rmdir()

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from ..checkpoint import check_own, contained, json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ProbeMismatchError, ShapeError, UnsupportedModelError
 from ..kernels.probe_topk.naive import TapWeights, pack
+from ..runtime import REAL, Runtime
 from ..types import PROB_ONE
 from .router import GateSpec, gate_hash, margins, normalise, scores, select
 
@@ -222,7 +223,8 @@ class RoutingProbe:
         return torch.equal(one.shift_LR[1:-1], two.shift_LR[2:]) and torch.allclose(two.down_LRW[2:].cpu(), want[2:], rtol=1e-4, atol=1e-30)
 
     # store -----------------------------------------------------------------------------------------------------------
-    def save_pretrained(self, folder: Path | str, *, card: str = "", extra: dict[str, Any] | None = None) -> None:
+    def save_pretrained(self, folder: Path | str, *, card: str = "", extra: dict[str, Any] | None = None,
+                        runtime: Runtime = REAL) -> None:
         """Write config.json, model.safetensors and README.md together (`checkpoint.write_together`): the config, which names the weights'
         hash, last, so that no mixture is ever used. `extra` must be JSON. Raises ArtefactError: `check_folder`."""
         folder = check_folder(folder)
@@ -250,7 +252,7 @@ class RoutingProbe:
             "gate_hash": gate_hash(self.gates), "weights_sha256": hashlib.sha256(data).hexdigest(), "extra": extra or {}}
         text = card or "# Routing probe\n\nNo figures were recorded for this probe.\n"
         files = {"model.safetensors": data, "README.md": text.encode("utf-8"), "config.json": json_bytes(config)}
-        write_together({folder / name: content for name, content in files.items()})
+        write_together({folder / name: content for name, content in files.items()}, runtime)
 
     @classmethod
     def from_pretrained(cls, folder: Path | str, gates: Sequence[GateSpec]) -> RoutingProbe:
@@ -284,8 +286,11 @@ def trunk_down(down_LRD: torch.Tensor, norm_LD: torch.Tensor) -> torch.Tensor:
 
 def check_folder(folder: Path | str) -> Path:
     """The folder, if a probe can be written there and replaces nothing but a probe. Raises ArtefactError."""
-    check_own(Path(folder), ("model.safetensors", "README.md", "config.json"), {"format": FORMAT})
-    return Path(folder)
+    folder = Path(folder)
+    # A fit looked before it began: files beside its state, and no config yet, are its own, cut off between two renames.
+    if (folder / "config.json").exists() or not (folder / "fit-state" / "state.json").exists():
+        check_own(folder, ("model.safetensors", "README.md", "config.json"), {"format": FORMAT})
+    return folder
 
 
 def read_folder(folder: Path | str) -> tuple[dict[str, Any], list[Residual | None]]:

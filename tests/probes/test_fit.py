@@ -28,7 +28,7 @@ from moe_prefetch.probes import RoutingProbe, jobs, metrics
 from moe_prefetch.probes.batches import Memory, batches
 from moe_prefetch.probes.calibrate import calibrate, fit_temperature, margin_and_truth, reliability_plot
 from moe_prefetch.probes.collect import Step
-from moe_prefetch.probes.fit import OnlineFit, fit, release
+from moe_prefetch.probes.fit import OnlineFit, finish, fit, release
 from moe_prefetch.probes.probe import HORIZONS, Residual, normalise
 from moe_prefetch.probes.targets import FitConfig, Taps
 from moe_prefetch.probes.traces import TraceWriter
@@ -227,6 +227,38 @@ def test_a_fit_killed_at_any_moment_goes_on_as_if_it_had_not_been(tmp_path: Path
         for a, b in zip(want, probe_of(out, specs)):
             assert torch.equal(a, b), f"killed at disk call {at}"
     assert died > 5, "the runtime never died: the test tests nothing"
+
+
+@pytest.mark.parametrize("at", ["README.md", "config.json"])
+def test_killed_while_its_probe_is_put_in_place_it_goes_on(tmp_path: Path, at: str) -> None:
+    """Weights without a config are somebody else's elsewhere, and beside a fit's state its own."""
+    specs, held = gates(), {"a": step(gates(), 300, 2).taps}
+
+    class Dies(Runtime):
+        def replace(self, src: Path, dst: Path) -> None:
+            if dst == tmp_path / at:
+                raise Stop
+            super().replace(src, dst)
+
+    with pytest.raises(Stop):
+        fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=8), force=True, runtime=Dies())
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "config.json").exists()
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=8), force=True)
+    RoutingProbe.from_pretrained(tmp_path, specs)
+    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "README.md", "config.json"}
+
+
+def test_a_fit_removes_its_own_state_and_nothing_else(tmp_path: Path) -> None:
+    specs, held, state = gates(), {"a": step(gates(), 300, 2).taps}, tmp_path / "fit-state"
+    state.mkdir()
+    for name in ("epoch-best.safetensors", "notes.md"):
+        (state / name).write_text("mine")
+    (state / ".state.json.0123456789ab.tmp").write_text("{")
+    fit(specs, source(specs), held, tmp_path, replace(CONFIG, steps=30), force=True)
+    assert sorted(p.name for p in state.iterdir()) == ["epoch-best.safetensors", "notes.md"]
+    stopped(specs, source(specs), held, tmp_path, replace(CONFIG, steps=30))
+    finish(trained(specs, steps=1), held, tmp_path, force=True)
+    assert (state / "state.json").exists(), "a fit of another kind wrote a probe beside it"
 
 
 def test_killed_between_epochs_it_repeats_at_most_one(tmp_path: Path) -> None:
