@@ -181,9 +181,8 @@ class Runtime:
         while done < len(buffer):
             n = os.preadv(fd, [buffer[done:]], offset + done)
             if n == 0:
-                raise ArtefactError(
-                    f"the file ends {len(buffer) - done} bytes early", where=where, expected=f"{len(buffer)} bytes at offset {offset}",
-                    do="delete the file; it is rebuilt from the checkpoint at the next attach")
+                raise ArtefactError(f"the file ends {len(buffer) - done} bytes early", where=where,
+                                    expected=f"{len(buffer)} bytes at offset {offset}")
             done += n
 
     def write(self, fd: int, data: memoryview | bytes) -> None:

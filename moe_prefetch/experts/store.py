@@ -26,7 +26,7 @@ from ..runtime import ALIGN, Runtime
 log = logging.getLogger(__name__)
 
 FORMAT, VERSION, MANIFEST = "moe_prefetch.records", 4, "manifest.json"
-REBUILD = "delete the folder; it is rebuilt from the model at the next attach"
+REBUILD = f"delete {MANIFEST} and records-*.bin there; they are rebuilt from the model at the next attach"
 # While a session is attached its records are the only copy of the experts.
 KEEP = ("keep the file: it alone has the experts' weights now. Mend the drive and detach again; if the record stays as it is, load the "
         "model anew from its checkpoint")
@@ -180,7 +180,7 @@ class DiskStore:
         for key, value in want.items():
             if m[key] != value:
                 raise ArtefactError(f"the record file was made for another model: {key} is {m[key]!r}", where=str(folder),
-                                    expected=f"{key} = {value!r}", do=REBUILD)
+                                    expected=f"{key} = {value!r}", do=f"name another folder, or {REBUILD}")
         store = cls(checkpoint.contained(folder, m["file"]), m["digests"], source, layout, runtime, weights)
         try:
             if not store._matches(source):
@@ -224,6 +224,8 @@ class DiskStore:
         try:
             self._runtime.pread_into(self._file.fileno(), checkpoint.tensor_bytes(buffer[: self.layout.nbytes]),
                                      (layer * self.num_experts + expert) * self.layout.nbytes, where)
+        except ArtefactError as e:
+            raise ArtefactError(e.what, where=where, expected=e.expected, do=self._advice) from e
         except OSError as e:
             raise ArtefactError(f"a record can't be read: {e.strerror}", where=where, do="check the drive, then try again") from e
         if (stamp := self.layout.stamp_of(buffer)) != (self.weights, layer, expert):

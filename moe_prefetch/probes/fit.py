@@ -326,7 +326,7 @@ class _State:
         s = read_json(self.folder / "state.json")
         old = s.get("identity") if isinstance(s, dict) else None
         if not isinstance(old, dict):
-            raise ArtefactError("the fit's state is damaged", where=str(self.folder), do="delete the folder to start over")
+            raise ArtefactError("the fit's state is damaged", where=str(self.folder), do="delete state.json there to start over")
         if "text" not in old:
             log.warning("%s does not say what text its fit has seen: going on as if it were this", self.folder)
         wrong = [name for name, keys in (("settings", ("config", "gate_hash")), ("text", ("text",) * ("text" in old)))
@@ -341,7 +341,8 @@ class _State:
             trainer.load_state({k: v for k, v in tensors.items() if not k.startswith("best.")})
             return int(s["epoch"]), float(s["best"]), int(s["stale_epochs"]), best
         except (KeyError, TypeError, ValueError) as e:
-            raise ArtefactError(f"the fit's state is damaged: {e}", where=str(self.folder), do="delete the folder to start over") from e
+            raise ArtefactError(f"the fit's state is damaged: {e}", where=str(self.folder),
+                                do="delete state.json there to start over") from e
 
     def save(self, trainer: Trainer, epoch: int, best: float, stale_epochs: int, weights: dict[str, torch.Tensor]) -> None:
         if ranks()[0]:

@@ -98,7 +98,7 @@ def made(tmp_path):
 def refused(folder, source, match):
     with pytest.raises(ArtefactError, match=match) as e:
         DiskStore.obtain(folder, source, REAL)
-    assert e.value.where and e.value.do
+    assert e.value.where and e.value.do and "delete the folder" not in e.value.do, "there may be more in it"
     return e.value
 
 
@@ -139,7 +139,7 @@ def test_a_file_cut_short_while_open(made):
     buffer = REAL.allocate(store.layout.nbytes)
     store.read_into(0, 0, buffer)
     for expert in (1, 2):
-        with pytest.raises(ArtefactError, match="early"):
+        with pytest.raises(ArtefactError, match=r"early.*keep the file"):
             store.read_into(0, expert, buffer)
     store.close()
     with pytest.raises(ArtefactError, match="closed"):

@@ -295,6 +295,11 @@ def test_state_of_other_settings_or_damaged_is_refused(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(ArtefactError, match=file.name):
         fit(specs, source(specs), held, tmp_path, config)
+    (tmp_path / "fit-state" / "state.json").write_text("{}")
+    with pytest.raises(ArtefactError, match=r"delete state\.json there"):
+        fit(specs, source(specs), held, tmp_path, config)
+    (tmp_path / "fit-state" / "state.json").unlink()
+    fit(specs, source(specs), held, tmp_path, config, force=True)
 
 
 def stopped(specs: list, train: Memory, held: dict, out: Path, config: FitConfig) -> None:
