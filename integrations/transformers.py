@@ -290,10 +290,12 @@ class TransformersModel:
         use = kwargs.get("use_cache")
         wanted = cache is None and (self.model.config.use_cache if use is None else use)
         if not wanted and (type(cache) is not DynamicCache or cache.get_seq_length()):
-            if cache is not None and not self._warned and not any(isinstance(x, PagedLayer) for x in cache.layers):
+            # `cache` is continuous batching's (`generate_batch`).
+            theirs = kwargs.get("cache") if cache is None else cache
+            if theirs is not None and not self._warned and not any(isinstance(x, PagedLayer) for x in getattr(theirs, "layers", ())):
                 self._warned = True
                 log.warning("kv.format %s is not used where a call brings a cache of its own, here %s; give none, an empty DynamicCache, "
-                            "or one of make_cache", kv.format, type(cache).__name__)
+                            "or one of make_cache", kv.format, type(theirs).__name__)
             return kwargs
         made, mask = make_cache(self.model.config, kv, self._stats), kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and any(left_padding(mask) or ()):

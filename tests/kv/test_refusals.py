@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import StaticCache
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 
 import moe_prefetch
 from moe_prefetch.config import WITH_OUTLIERS, KVConfig
@@ -314,3 +315,15 @@ def test_attach_knows_whose_calibration_it_is_and_reads_it_once(tmp_path: Path, 
                 model(tokens[:, :4], past_key_values=StaticCache(config=model.config, max_cache_len=8))
     said = [r.message for r in caplog.records if "is not used" in r.message]
     assert len(said) == 1 and "fp4-72" in said[0] and "StaticCache" in said[0]
+
+
+def test_continuous_batching_is_told_that_its_cache_is_its_own(caplog) -> None:
+    """transformers' `generate_batch` gives the model pages of transformers' own, by this name; a run takes a minute on a CPU."""
+    assert {"cache", "use_cache"} <= PagedAttentionArgs.__annotations__.keys()
+    model, theirs = models.moe("qwen3_moe"), type("PagedAttentionCache", (), {})()
+    with moe_prefetch.attach(model, {"kv": {"format": "fp8"}}), torch.no_grad(), caplog.at_level("WARNING"):
+        for _ in range(2):
+            model(models.ids(4), use_cache=False, cache=theirs)
+        model(models.ids(4), use_cache=False)
+    said = [r.message for r in caplog.records if "is not used" in r.message]
+    assert len(said) == 1 and "fp8" in said[0] and "PagedAttentionCache" in said[0]
