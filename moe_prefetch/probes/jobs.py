@@ -38,11 +38,17 @@ def load_model(model: str) -> tuple[Any, Any]:
                           do="download the checkpoint first")
     hf = importlib.import_module("transformers")
     try:
-        loaded = hf.AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
-        return loaded, hf.AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as e:
+        loaded = hf.AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True, trust_remote_code=False).eval()
+        tokenizer = hf.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    except Exception as e:  # safetensors, its config's checks and packages of quantised weights raise errors of their own
         raise ConfigError(f"transformers can't load it: {' '.join(str(e).split())[:300]}", where=f"--model {model}",
-                          expected="a folder written by save_pretrained, with its tokenizer", do="download all of the checkpoint") from e
+                          expected="a folder written by save_pretrained, with its tokenizer",
+                          do="mend what transformers names, or download all of the checkpoint again") from e
+    # Where there is none, transformers makes one without words.
+    if not tokenizer("word", add_special_tokens=False)["input_ids"]:
+        raise ConfigError("there is no tokenizer, or one that knows no words", where=f"--model {model}",
+                          expected="a folder written by save_pretrained, with its tokenizer", do="download all of the checkpoint")
+    return loaded, tokenizer
 
 
 def text_windows(tokenizer: Any, texts: Sequence[str], window: int) -> torch.Tensor:

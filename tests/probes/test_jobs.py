@@ -1,12 +1,20 @@
 """The commands `trace` and `fit`: what is wrong with their input is said before a model is loaded."""
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from moe_prefetch.errors import MoEPrefetchError
+from moe_prefetch.errors import ConfigError, MoEPrefetchError
 from moe_prefetch.probes import jobs
+from moe_prefetch.probes.jobs import load_model
+from tests.tiny import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +37,40 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
 def test_a_text_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MoEPrefetchError, match="none"):
         jobs.run_trace("smolmoe", tmp_path / "out", texts=[tmp_path / "none.txt"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    words = WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(("spoil", "said"), [
+    (cut, "transformers can't load it"), (lambda f: (f / "model.safetensors").write_bytes(b""), "transformers can't load it"),
+    (config(hidden_size=32), "transformers can't load it"), (config(hidden_size="wide"), "transformers can't load it"),
+    (config(quantization_config={"quant_method": "gptq", "bits": 4}), "transformers can't load it"),
+    (config(model_type="mine", auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}), "transformers can't load it"),
+    (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "no tokenizer"),
+], ids=["cut", "empty", "shapes", "types", "quantised", "code of its own", "no tokenizer"])
+def test_a_checkpoint_that_can_not_be_loaded(checkpoint: Path, spoil: Callable[[Path], None], said: str) -> None:
+    """One sentence, whatever transformers raises."""
+    model, tokenizer = load_model(str(checkpoint))
+    assert model.config.hidden_size == 64 and tokenizer("a")["input_ids"] == [0]
+    spoil(checkpoint)
+    with pytest.raises(ConfigError, match=said):
+        load_model(str(checkpoint))
