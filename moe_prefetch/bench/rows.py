@@ -7,6 +7,7 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ import torch
 
 from ..checkpoint import check_writable
 from ..errors import ArtefactError, ConfigError
+from ..runtime import REAL
 
 BEGINS = b'{"of": '
 COLUMNS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
@@ -44,6 +46,8 @@ class Journal:
     def __init__(self, paths: Sequence[Path] = ()) -> None:
         self.path = paths[0] if paths else None
         self.known: dict[str, dict[str, Any]] = {}
+        if self.path is not None:
+            check_writable(self.path.absolute().parent)
         for path in paths:
             self._read(path)
 
@@ -79,9 +83,7 @@ class Journal:
     def put(self, of: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         self.known[self._key(of)] = dict(found)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as f:
-                f.write(json.dumps({"of": of, "found": found}) + "\n")
+            _append(self.path, json.dumps({"of": of, "found": found}) + "\n")
 
 
 @functools.cache
@@ -137,8 +139,26 @@ def check_rows(path: Path) -> None:
 def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append rows, each with all of COLUMNS, under a header when the file is new. Raises ArtefactError."""
     check_rows(path)
-    with path.open("a", newline="") as f:
-        write = csv.DictWriter(f, COLUMNS)
-        if not f.tell():
-            write.writeheader()
-        write.writerows(rows)
+    there = path.read_bytes() if path.exists() else b""
+    text = io.StringIO("" if not there or there.endswith(b"\n") else "\r\n", newline="")
+    text.seek(0, os.SEEK_END)
+    write = csv.DictWriter(text, COLUMNS)
+    if not there:
+        write.writeheader()
+    write.writerows(rows)
+    _append(path, text.getvalue())
+
+
+def _append(path: Path, text: str) -> None:
+    """All of it, or the file stays as it is. Raises ArtefactError."""
+    try:
+        with path.open("ab", buffering=0) as f:
+            size = f.tell()
+            try:
+                REAL.write(f.fileno(), text.encode("utf-8"))
+            except BaseException:
+                f.truncate(size)
+                raise
+    except OSError as e:
+        raise ArtefactError(f"nothing can be added: {e.strerror}", where=str(path),
+                            do="see to the room on its drive and to its permissions, then run it again") from e  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import resource
+from contextlib import contextmanager
 
 import pytest
 
@@ -69,6 +71,51 @@ def test_rows_are_appended_under_one_header(tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert list(rows[0]) == list(COLUMNS) and [r["value"] for r in rows] == ["0.125", "0.25"]
     assert all(r["bench"] == "b" and r["commit"] == "c" and r["checked"] == "tests/t.py::t" and r["torch"] for r in rows)
+
+
+@pytest.fixture
+def full():
+    """The system takes ten bytes more for a file, as on a drive that fills."""
+
+    @contextmanager
+    def drive(path):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return drive
+
+
+def test_a_full_drive_leaves_files_as_they_were_and_is_named(tmp_path, full):
+    csv_file, journal = tmp_path / "rows.csv", Journal([tmp_path / "j.jsonl"])
+    add = lambda case: append_rows(csv_file, "b", [Row(case, "kl", 1.0, "")], machine="m", commit="c", checked="")  # noqa: E731
+    add("one")
+    journal.put({"n": 0}, {"kl": 1.0})
+    for path, call in ((csv_file, lambda: add("two")), (journal.path, lambda: journal.put({"n": 1}, {"kl": 2.0}))):
+        before = path.read_bytes()
+        with full(path), pytest.raises(ArtefactError, match=path.name):
+            call()
+        assert path.read_bytes() == before
+        call()
+    assert [r["case"] for r in csv.DictReader(csv_file.open())] == ["one", "two"]
+    assert Journal([journal.path]).get({"n": 1}) == {"kl": 2.0}
+
+
+def test_a_last_row_without_its_end_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "rows.csv"
+    for case in ("one", "two"):
+        append_rows(path, "b", [Row(case, "kl", 1.0, "")], machine="m", commit="c", checked="")
+        path.write_bytes(path.read_bytes().rstrip())
+    assert [r["case"] for r in csv.DictReader(path.open())] == ["one", "two"]
+
+
+def test_a_journal_that_can_not_be_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(ArtefactError, match="nothing can be written"):
+        Journal([tmp_path / "f" / "j.jsonl"])
 
 
 @pytest.mark.parametrize("text", [b"a,b\n1,2\n", b"\xff\xfe\x00\x01", b'{"x": 1}', ",".join(COLUMNS[:-1]).encode() + b"\n"])
