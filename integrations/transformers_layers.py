@@ -167,6 +167,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
+        self._pads = None
         if self.store is not None:
             self.store.reset()
 

@@ -211,11 +211,12 @@ class StaticStore:
         tell_naive(self._slide)
 
     def reset(self) -> None:
-        """Forget every token; addresses stay."""
+        """Forget every token and what was counted of them; addresses stay."""
         self.pool.copy_(self.blank.expand_as(self.pool))
         self.length.zero_()
         self.known = 0
         self.stored.zero_()
+        self.counts.zero_()
         tell_naive(self._slide)
         self.empty = True
 

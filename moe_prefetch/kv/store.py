@@ -291,16 +291,16 @@ class LayerStore:
         self.length = length
 
     def reset(self) -> None:
-        """Forget every token; the pool's memory is given back."""
-        for b in range(self.batch):
+        """Forget every token and what was counted of them; the pool's memory is given back."""
+        for b in range(batch := self.batch):
             self.pages.clear(b)
-        batch = self.batch
         self.pages = PageBook(self.pages.limit, evict=self.pages.evict, on_free=self.pages.on_free)
         self.pages.add(batch)
         self.pool = empty_pages(0, self.heads, self.layout, self.device)
         self._table, self.length, self.pads = None, 0, [0] * batch
         self._books(batch)
         self._fp16(batch)
+        self.counts.zero_()
 
     # leaving and coming back -------------------------------------------------------------------------------------------
     def export_row(self, row: int) -> dict[str, torch.Tensor]:

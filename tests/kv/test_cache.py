@@ -248,6 +248,31 @@ def test_calibration_leaves_the_model_as_it_was(llama) -> None:
     assert one == calibrate(llama, models.ids(60, 2)) and set(one.layers) == {0, 1} and one.layers[0].tokens == 2 * 56
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_a_reset_forgets_padding_and_counts(llama, static: bool) -> None:
+    prompt, mask = models.ids(30, 2), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+
+    def run(cache, model=llama) -> torch.Tensor:
+        with torch.no_grad():
+            model(input_ids=prompt[:, :29], past_key_values=cache)
+            return model(input_ids=prompt[:, 29:], past_key_values=cache).logits
+
+    spoilt = copy.deepcopy(llama)
+    spoilt.model.layers[0].self_attn.k_proj.weight.data[0] = float("nan")
+    fresh, used = (make_cache(llama.config, models.config("fp8"), max_length=64 if static else None) for _ in range(2))
+    run(used, spoilt)
+    assert used.report()[0]["nan"]
+    used.reset()
+    assert torch.equal(run(used), run(fresh)) and used.report() == fresh.report()
+    if not static:
+        early = make_cache(llama.config, models.config("fp8"))
+        early.set_padding(mask)
+        early.reset()
+        fresh.reset()
+        assert torch.equal(run(early), run(fresh))
+
+
 def test_two_models_calibrated_at_once_never_meet(llama) -> None:
     """Attention's registry is the process's: each must see its own model, and leave nothing there."""
     other, ids, seen = models.llama(), models.ids(8), []
