@@ -170,7 +170,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             do=f"choose {' or '.join(pairs[0].split('+'))}",
         )
     coded = [n for n, f in formats.items() if f.has_book]
-    if kv_config.calibration is not None and not coded:
+    # Where the gate moved every layer of such a format elsewhere, its calibration is not needed, and no mistake.
+    if kv_config.calibration is not None and not coded and not format_of(kv_config.format).has_book:
         raise ConfigError(
             f"kv.calibration is set, and {kv_config.format} has no codebook",
             where="kv.calibration", expected="a format with outlier channels", do="use fp4-72 or fp4-quality, or drop calibration",

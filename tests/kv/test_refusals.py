@@ -57,6 +57,9 @@ def test_a_calibration_that_no_format_reads_is_refused(llama, tmp_path) -> None:
     for kv in (KVConfig(format="fp8", calibration=tmp_path), KVConfig(format="fp8", layers={1: "fp16"}, calibration=tmp_path)):
         with pytest.raises(ConfigError, match="no codebook"):
             make_cache(llama.config, kv, OutlierStats({}))
+    # The gate's verdict where every layer falls back, with the calibration that it was judged by: not needed, and no mistake.
+    OutlierStats({}).save(tmp_path)
+    make_cache(llama.config, KVConfig(format="fp4-72", layers={0: "fp8", 1: "fp16"}, calibration=tmp_path))
 
 
 def test_a_calibration_that_lacks_layers_is_refused(llama, stats) -> None:
