@@ -24,6 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
 from moe_prefetch.integrations.deepspeed_formula import Activation
+from moe_prefetch.integrations.watch import Still
 from moe_prefetch.kernels.expert_mlp.naive import EAGER
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
@@ -165,7 +166,7 @@ class Held:
         self._experts, self._acts, self._rank, self._ranks = experts, acts, rank, ranks
         self.num_layers, self._looked = len(experts), False
         self._originals: list[tuple[Weight, nn.Parameter, torch.Size]] = []
-        self._refusals: Handles = []
+        self._refusals: list[torch.utils.hooks.RemovableHandle | Still] = []
         self._handles: Handles = []
 
     def _weights(self, layer: int, expert: int) -> tuple[Weight, Weight, Weight]:
@@ -221,6 +222,7 @@ class Held:
         with torch.inference_mode(False):
             for w, p, shape in self._originals:
                 setattr(w.module, w.name, nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad))
+            self._refusals.append(Still(self.model, self._originals[0][1].device))
             for _, p, _ in self._originals:
                 p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 

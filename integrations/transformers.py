@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
+from moe_prefetch.integrations.watch import Still
 from moe_prefetch.kernels.expert_mlp.naive import How
 from moe_prefetch.kv.codec import OutlierStats
 from moe_prefetch.probes.forecast import Forecaster
@@ -107,7 +108,7 @@ class TransformersModel:
         self.gates = [self._gate(b) for b in self.blocks]
         self.how = How(experts.config._experts_implementation or "eager", self.gates[0].norm_D.dtype)
         self._originals: list[_Original] = []
-        self._refusals: list[torch.utils.hooks.RemovableHandle] = []
+        self._refusals: list[torch.utils.hooks.RemovableHandle | Still] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._configs: list[tuple[nn.Module, Any]] = []
 
@@ -176,6 +177,7 @@ class TransformersModel:
                 p = o.parameter
                 # On `meta`, so that using or moving the model's own weights fails loudly.
                 setattr(o.module, o.name, nn.Parameter(torch.empty(o.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad))
+            self._refusals.append(Still(self.model, self._originals[0].device))
             for o in self._originals:
                 o.parameter.data = torch.empty(0, dtype=o.parameter.dtype, device=o.device)
 

@@ -2,12 +2,16 @@
 and later."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import contains, is_
+from types import MethodType
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every
+
+from moe_prefetch.errors import SessionError
 
 
 def beside(root: nn.Module) -> str:
@@ -23,6 +27,29 @@ def beside(root: nn.Module) -> str:
         if "forward" in vars(module):
             return f"{whose} has a forward of its own, set on the instance"
     return ""
+
+
+class Still:
+    """While weights of `root` are on `meta`: whoever moves or empties `root`, or a part that holds some of them, is refused before anything
+    is touched. What changes nothing passes, and a dtype is taken on. `home`: the device where those weights belong."""
+
+    def __init__(self, root: nn.Module, home: torch.device) -> None:
+        def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            like = torch.empty(1, dtype=next((p.dtype for p in module.parameters() if p.is_meta), None), device=home)
+            to = fn(like)
+            if to is not like and (to.dtype == like.dtype or to.device != home):
+                raise SessionError("the experts of an attached model are not in memory", where=type(module).__name__,
+                                   do="detach before you move or empty its weights")
+            return type(module)._apply(module, lambda t: t.to(to.dtype) if t.is_meta else fn(t), recurse)
+
+        self._held = [m for m in root.modules() if any(p.is_meta for p in m.parameters())]
+        for m in self._held:
+            # Bound to the module, so that a copy's is bound to the copy.
+            m._apply = MethodType(apply, m)
+
+    def remove(self) -> None:
+        for m in self._held:
+            vars(m).pop("_apply", None)
 
 
 class Watch:

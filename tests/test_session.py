@@ -519,6 +519,29 @@ def test_a_model_converted_while_attached_is_told():
     assert [p[:-1] for p in after["parameters"]] == [p[:-1] for p in before["parameters"]]
 
 
+@pytest.mark.parametrize("part", ["model", "base", "layer", "experts", "wrapper"])
+def test_an_attached_model_may_be_moved_to_where_it_is_and_nowhere_else(part):
+    """Trainer and Accelerator move every model; and torch's advice for what is on `meta`, to_empty, would lose all other weights."""
+    model = small()
+    parts = {"model": model, "base": model.model, "layer": model.model.layers[1], "experts": model.model.layers[1].mlp.experts,
+             "wrapper": torch.nn.Sequential(model)}
+    before, want, x = picture(model), logits_of(model, prompt()), parts[part]
+    with moe_prefetch.attach(model, DISK):
+        for same in (lambda: x.to("cpu"), lambda: x.to(torch.float32), lambda: x.cpu(), lambda: x.float()):
+            same()
+        for other in (lambda: x.to("meta"), lambda: x.to_empty(device="cpu"), lambda: x.to("meta", torch.bfloat16)):
+            with pytest.raises(SessionError, match="detach before"):
+                other()
+        twin = copy.deepcopy(model)
+        with pytest.raises(SessionError, match="detach before"):
+            twin.to_empty(device="cpu")
+        assert torch.equal(logits_of(model, prompt()), want)
+    assert picture(model) == before and torch.equal(logits_of(model, prompt()), want)
+    assert not [m for m in model.modules() if "_apply" in vars(m)]
+    x.to("cpu")
+    x.to("meta")
+
+
 def test_a_users_hooks_stay_and_run():
     model = small()
     calls = []

@@ -205,16 +205,18 @@ def own_inference(rank: int, world: int) -> dict[str, Any]:
         engine = mpd.init_inference(net, {"dtype": "fp32", "moe_prefetch": HALF})
         session = engine.moe_prefetch
         disk = engine(ids)
-        try:
-            net.state_dict()
-            refused = False
-        except SessionError:
-            refused = True
+        refused = []
+        net.to("cpu")
+        for act in (net.state_dict, lambda: net.to_empty(device="cpu")):
+            try:
+                act()
+            except SessionError:
+                refused.append(act)
         # DeepSpeed pads each expert's rows to its capacity; one token asks for no more than its own two.
         demands = session.record_demands()
         engine(torch.zeros(1, 1, dtype=torch.int64))
         one = [(len(d.experts), sum(d.tokens)) for d in demands]
-        out = {"absent": session.ledger.total.late + session.ledger.total.miss, "refused": refused, "one": one}
+        out = {"absent": session.ledger.total.late + session.ledger.total.miss, "refused": len(refused) == 2, "one": one}
         session.detach()
         out["restored"] = picture_of(net) == before and torch.equal(net(ids), stock)
         with moe_prefetch.attach(engine):
