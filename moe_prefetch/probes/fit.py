@@ -176,7 +176,7 @@ def finish(trainer: Trainer, held_out: Mapping[str, Taps], out: Path, *, force: 
                            do="train on text of that domain, or longer; `force` writes it all the same")
     calibrate(probe, every, horizons=horizons)
     if ranks()[0] == 0:
-        text = card(report, trainer.config, trainer.done, trainer.tokens * ranks()[1])
+        text = card(report, trainer.config, trainer.done, trainer.tokens)
         probe.save_pretrained(out, card=text, extra={"figures": report.rows, "fit": asdict(trainer.config)}, runtime=runtime)
     return probe
 
@@ -254,7 +254,7 @@ class OnlineFit:
     The first `moment_tokens` tokens (batches with values that are not finite do not count) give the start, every later pass one step (small
     passes are pooled until `config.batch` tokens, or `moment_tokens` where these are fewer, are there). One pass in `held_out_every` is not
     learnt from, to the end of the run: a fair sample of `held_out_tokens` of their tokens judges the probe; call `finish` to judge and
-    write.
+    write. Under torch.distributed every rank makes as many passes, each with as many tokens as it has.
     """
 
     def __init__(self, gates: Sequence[GateSpec], config: FitConfig | None = None, *, device: torch.device | str = "cpu",
@@ -284,7 +284,12 @@ class OnlineFit:
     def learn(self, taps: Taps) -> torch.Tensor | None:
         """Learn from tokens that are this fit's to keep; the loss of the step, if one was made (reading it synchronises)."""
         self._pending.append(taps)
-        if sum(t.tokens for t in self._pending) < min(self.trainer.config.batch, self.moment_tokens):
+        enough = sum(t.tokens for t in self._pending) >= min(self.trainer.config.batch, self.moment_tokens)
+        if ranks()[1] > 1:
+            # A rank with fewer tokens would miss the collectives of the others.
+            all_sum([ready := torch.full((1,), float(enough), device=self.trainer.device)])
+            enough = int(ready) == ranks()[1]
+        if not enough:
             return None
         taps, self._pending = Taps.join(self._pending), []
         self.seen += taps.tokens

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import ShapeError, UnsupportedModelError
+from .batches import ranks
 from .probe import HORIZONS, GateSpec, Residual, RoutingProbe
 from .targets import FitConfig, Taps, Targets, all_sum, batched_hits, start_units, unit_rms
 
@@ -150,10 +150,11 @@ class Trainer:
         weights = [p for h in self.horizons for p in h.params.values()]
         grads = [p.grad for p in weights if p.grad is not None]
         all_sum(grads)
-        if dist.is_available() and dist.is_initialized():
-            torch._foreach_div_(grads, dist.get_world_size())
+        if ranks()[1] > 1:
+            torch._foreach_div_(grads, ranks()[1])
         self.optimiser.step()
-        self.done, self.tokens = self.done + 1, self.tokens + taps.tokens
+        # Of all ranks, now: the next ones may be more, or fewer.
+        self.done, self.tokens = self.done + 1, self.tokens + taps.tokens * ranks()[1]
         decay = min(self.config.ema, self.done / (self.done + 10))
         average = [a[k] for a, h in zip(self.average, self.horizons) for k in h.params]
         torch._foreach_lerp_(average, [p.detach() for p in weights], 1 - decay)

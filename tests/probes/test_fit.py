@@ -565,6 +565,14 @@ def _worker(rank: int, world: int, folder: str) -> None:
     # One that can't go on tells the others.
     with pytest.raises(ArtefactError if rank else SessionError, match="damaged"):
         fit(specs, data, trainer_held, Path(folder) / f"bad{rank}", CONFIG)
+    # As many passes on each rank, with more tokens on one than on the other.
+    online = OnlineFit(specs, replace(CONFIG, steps=30, batch=64), moment_tokens=128, held_out_tokens=64)
+    for i in range(20):
+        online._take(step(specs, 40 if rank else 64, 100 * rank + i))
+    made = [torch.zeros(2, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(made, torch.tensor([online.trainer.done, online.trainer.tokens]))
+    assert made[0][0] == made[1][0] > 5
+    torch.save(online.trainer.averages(), f"{folder}/online{rank}.pt")
     dist.destroy_process_group()
     _command(rank, world, Path(folder))
 
@@ -600,9 +608,25 @@ def test_two_ranks_hold_the_same_weights_and_write_once(tmp_path: Path) -> None:
     assert other.startswith("0 ") and "# Routing probe" not in other and "fitting" not in other, other
     a, b = (torch.load(tmp_path / f"rank{r}.pt") for r in range(2))
     assert all(torch.equal(x, y) for x, y in zip(a, b))
+    a, b = (torch.load(tmp_path / f"online{r}.pt") for r in range(2))
+    assert all(torch.equal(a[k], b[k]) for k in a)
     specs = gates()
     held = step(specs, 1000, 3).taps
     assert sum(recalls(RoutingProbe.from_pretrained(tmp_path / "out", specs), held)) > sum(recalls(RoutingProbe(specs), held)) + 0.05
+
+
+def test_the_card_of_a_fit_that_went_on_with_more_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = gates()
+    trainer = Trainer(specs, replace(CONFIG, steps=4))
+    trainer.accumulate(step(specs, 500, 0).taps)
+    trainer.start()
+    for i in range(4):
+        trainer.step(step(specs, 100, 1 + i).taps)
+    again = Trainer(specs, replace(CONFIG, steps=4))
+    again.load_state(trainer.state())
+    monkeypatch.setattr("moe_prefetch.probes.fit.ranks", lambda: (0, 2))
+    finish(again, {"a": step(specs, 300, 9).taps}, tmp_path / "p", force=True)
+    assert "4 steps of 100 tokens" in (tmp_path / "p" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kw", [
