@@ -9,6 +9,7 @@ attention implementation. Where that is our own (`transformers_pages`), a step o
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -28,6 +29,9 @@ from moe_prefetch.kv.ints import DeviceInts
 from moe_prefetch.kv.outliers import LayerStats
 from moe_prefetch.kv.static import StaticStore
 from moe_prefetch.kv.store import LayerStore
+
+log = logging.getLogger(__name__)
+FEW = 16  # different tokens
 
 
 class PagedCache(Cache):
@@ -238,6 +242,8 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
             expected=f"whole numbers [rows, tokens] from 0 to {known - 1}, more than {max(0, skip)} in a row",
             do="pass the tokenizer's ids, text[None] for one text",
         )
+    if (different := len(ids[:, skip:].unique())) < FEW:
+        log.warning("the calibration's text has %d different tokens: with so few, answers may be worse than without one", different)
     rows, length = token_ids.shape
     room = 0 if span is None else span - length
     if room < 0:

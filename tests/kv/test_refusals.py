@@ -53,6 +53,13 @@ def test_calibration_refuses_what_are_no_token_ids(llama, ids: Any, kw: dict[str
         calibrate(llama, ids, **kw)
 
 
+@pytest.mark.parametrize(("ids", "said"), [(torch.full((2, 90), 7), "1 different"), (models.ids(12), "8 different"), (models.ids(90), "")])
+def test_a_text_that_says_nothing_is_said(llama, caplog, ids: torch.Tensor, said: str) -> None:
+    """Calibrated on one word, repeated, answers are several times worse than without."""
+    calibrate(llama, ids)
+    assert ("different tokens" in caplog.text) == bool(said) and said in caplog.text
+
+
 def test_a_calibration_that_no_format_reads_is_refused(llama, tmp_path) -> None:
     for kv in (KVConfig(format="fp8", calibration=tmp_path), KVConfig(format="fp8", layers={1: "fp16"}, calibration=tmp_path)):
         with pytest.raises(ConfigError, match="no codebook"):
