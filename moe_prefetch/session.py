@@ -22,7 +22,7 @@ from .experts.compute import LocalCompute, SlotCompute, check_hidden, check_silu
 from .experts.device import DeviceExperts
 from .experts.homes import HostHome, MemoryStore
 from .experts.ledger import Ledger
-from .experts.mover import Drive, Mover, bounce_buffers
+from .experts.mover import Mover, bounce_buffers, modelled
 from .experts.planner import Budget, cancellable
 from .experts.slots import SlotTable, slots_per_layer
 from .experts.sources import LentSource
@@ -151,6 +151,7 @@ class Session:
                                         expected="weights on the CPU", do="load the model on the CPU, or use home: local")
         self.num_slots = slots_per_layer(experts, num_layers=host.num_layers, num_experts=host.num_experts,
                                          record_bytes=RecordLayout.of(parts).nbytes, reserve=bounce_buffers(experts.threads))
+        drive = modelled(experts, RecordLayout.of(parts).nbytes)
         folder, store = experts.path or Path(tempfile.mkdtemp(prefix="moe_prefetch-")), None
         try:
             store = DiskStore.obtain(folder, host, runtime, progress)
@@ -159,7 +160,6 @@ class Session:
                 store.unlink()
             self.table = SlotTable(host.num_layers, self.num_slots, host.num_experts)
             self._ledger = Ledger(host.num_layers, store.layout.nbytes)
-            drive = Drive(experts.drive.bandwidth, experts.drive.latency) if experts.drive else None
             self._mover = Mover(store, self.table, runtime, threads=experts.threads, deadline=experts.deadline, drive=drive)
             self._mover.start(self)
         except BaseException:

@@ -773,6 +773,17 @@ def test_a_forecast_of_the_wrong_kind_is_named(probs):
     assert picture(model) == before
 
 
+def test_a_modelled_drive_that_no_deadline_allows_is_refused():
+    """Its sleep can't be ended: passes would fail, and `detach` would keep the weights for as long."""
+    model = small()
+    before, experts = picture(model), {"home": "disk", "resident": 1, "threads": 2, "deadline": 1, "drive": {"bandwidth": 10.0}}
+    with pytest.raises(ConfigError, match="modelled drive"):
+        moe_prefetch.attach(model, {"experts": experts})
+    assert picture(model) == before
+    with moe_prefetch.attach(model, {"experts": {**experts, "drive": {"bandwidth": 1e9}}}):
+        logits_of(model, prompt())
+
+
 def test_a_read_beyond_the_deadline():
     """A typed error in about the deadline, not a multiple of it; then the same session goes on, and detaches."""
     model = small(experts=8, top_k=4)

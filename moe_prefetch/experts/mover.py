@@ -15,7 +15,8 @@ from enum import IntEnum
 
 import torch
 
-from ..errors import DeadlineError, SessionError
+from ..config import ExpertsConfig
+from ..errors import ConfigError, DeadlineError, SessionError
 from ..runtime import Runtime
 from ..types import Move, Plan
 from .slots import SlotTable
@@ -61,6 +62,19 @@ class Drive:
         with self._lock:
             self._free_at = max(start + self.latency, self._free_at) + nbytes / self.bandwidth
             return self._free_at
+
+
+def modelled(experts: ExpertsConfig, record_bytes: int) -> Drive | None:
+    """The drive that a configuration models, if it does. Raises ConfigError: one whose reads under way could outlast the deadline, so that
+    passes and `detach` would give up on it."""
+    if experts.drive is None:
+        return None
+    longest = experts.drive.latency + experts.threads * record_bytes / experts.drive.bandwidth
+    if longest > experts.deadline:
+        raise ConfigError(f"the modelled drive takes {longest:.3g} s for {experts.threads} records of {record_bytes} bytes, one a thread",
+                          where="experts.drive", expected=f"no more than experts.deadline, {experts.deadline:g} s",
+                          do="raise experts.drive.bandwidth or experts.deadline, or lower experts.threads")
+    return Drive(experts.drive.bandwidth, experts.drive.latency)
 
 
 class Mover:
