@@ -324,7 +324,7 @@ class TransformersModel:
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         for layer in make_cache(self.model.config, kv, self._stats).layers:
             if isinstance(layer, PagedLayer):
-                layer.layout(dim, dim)
+                layer.layout(*(layer.latent, text.qk_rope_head_dim) if layer.latent else (dim, dim))
 
     def install(self, taps: ExpertTaps, kv: KVConfig) -> None:
         with _SERVED_LOCK:

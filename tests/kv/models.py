@@ -73,7 +73,7 @@ def qwen2_with_key_bias(norm: float, layer: int) -> Any:
     return model
 
 
-def mla(family: str = "deepseek_v3", latent: int = 64, layers: int = 2) -> Any:
+def mla(family: str = "deepseek_v3", latent: int = 64, layers: int = 2, rotary: int = 16) -> Any:
     """A tiny model with MLA: `deepseek_v2`, `deepseek_v3`, `glm4_moe_lite` or `youtu`; latents of 64 and a rotary part of 16."""
     torch.manual_seed(0)
     sizes = {
@@ -86,7 +86,7 @@ def mla(family: str = "deepseek_v3", latent: int = 64, layers: int = 2) -> Any:
         "num_key_value_heads": 4,
         "kv_lora_rank": latent,
         "q_lora_rank": 32,
-        "qk_rope_head_dim": 16,
+        "qk_rope_head_dim": rotary,
         "v_head_dim": 32,
         "qk_nope_head_dim": 32,
         "n_routed_experts": 4,

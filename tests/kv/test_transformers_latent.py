@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_prefetch.errors import ConfigError
+import moe_prefetch
+from moe_prefetch.errors import ConfigError, ShapeError
 from moe_prefetch.integrations import transformers_held
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.integrations.transformers_held import MLA_MODELS, Held
@@ -192,6 +193,16 @@ def test_a_class_of_the_callers_own_makes_heads_as_it_would(change: str, monkeyp
     want = under(model, "sdpa", run)
     transformers_held.absorb(model)
     assert alike(under(model, OURS, run), want)
+
+
+def test_attach_asks_for_the_records_that_will_be_kept() -> None:
+    """Of the latent and the rotary part, not of a head."""
+    kv = {"kv": {"format": "fp8", "window": 4}}
+    model = models.mla(rotary=24)
+    with moe_prefetch.attach(model, kv):
+        models.generate(model, models.ids(20), None)
+    with pytest.raises(ShapeError, match="k_dim 40"):
+        moe_prefetch.attach(models.mla(latent=40), kv)
 
 
 def test_a_weight_that_is_nowhere_is_not_used() -> None:
