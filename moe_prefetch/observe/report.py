@@ -1,14 +1,13 @@
 """Reports: tables and figures in a folder, as Markdown with PNG beside it and the same numbers as JSON.
 
-A new folder appears whole or not at all, and an earlier report's files are replaced whole. Without matplotlib (extra `report`) the tables
-are written and the missing figures are named.
+All files are written whole before the first is put in place, and an earlier report's are replaced. Without matplotlib (extra `report`) the
+tables are written and the missing figures are named.
 """
 from __future__ import annotations
 
+import io
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,59 +61,57 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path | str) -> Path:
-        """Write `folder` (report.md, report.json, PNG figures) and return it. Files of an earlier report there are replaced, one by one
-        and each whole; what else lies beside them stays.
+        """Write `folder` (report.md, report.json, PNG figures) and return it: all of them whole, then put in place
+        (`checkpoint.write_together`). Files of an earlier report there are replaced; what else lies beside them stays.
 
-        Raises ArtefactError when the folder exists and holds no report but something else.
+        Raises ArtefactError when the folder holds no report but something else, or beside one a file with the name of a new figure.
         """
         folder = Path(folder).resolve()
         check_folder(folder)
-        building = folder.parent / f".{folder.name}-{secrets.token_hex(6)}"
-        building.mkdir()
-        try:
-            parts = [f"# {self.title}", "", self.intro, ""] + [t.markdown() for t in self.tables] + self._draw(building)
-            figures = sorted(p.name for p in building.iterdir())
-            checkpoint.write_text(building / "report.md", "\n".join(parts))
-            tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
-            checkpoint.write_json(building / "report.json", {"format": MARK, "title": self.title, "tables": _plain(tables),
-                                                             "figures": figures, "data": _plain(self.data)})
-            if not folder.exists():
-                os.replace(building, folder)
-                return folder
-            before = _report(folder) or {}
-            for name in (*figures, "report.md", "report.json"):
-                os.replace(building / name, folder / name)
-            for name in _figures(before):
-                if name not in figures:
-                    (folder / name).unlink(missing_ok=True)
-            building.rmdir()
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+        lines, pictures = self._draw()
+        there = [name for name in pictures if os.path.lexists(folder / name)]
+        before = _figures(folder)
+        if theirs := [name for name in there if name not in before]:
+            raise ArtefactError(f"{', '.join(theirs)} would be replaced, and the report there has no such figure", where=str(folder),
+                                do="move it away, or name another folder")
+        tables = [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in self.tables]
+        data = {"format": MARK, "title": self.title, "tables": _plain(tables), "figures": sorted(pictures), "data": _plain(self.data)}
+        text = "\n".join([f"# {self.title}", "", self.intro, ""] + [t.markdown() for t in self.tables] + lines)
+        # First what says whose the others are.
+        files = {"report.json": checkpoint.json_bytes(data), "report.md": text.encode("utf-8"), **pictures}
+        checkpoint.write_together({folder / name: content for name, content in files.items()})
+        for name in before:
+            if name not in pictures:
+                (folder / name).unlink(missing_ok=True)
         return folder
 
-    def _draw(self, folder: Path) -> list[str]:
+    def _draw(self) -> tuple[list[str], dict[str, bytes]]:
+        """Markdown that shows the figures, and their files by name."""
+        lines: list[str] = []
+        pictures: dict[str, bytes] = {}
         if not self.figures:
-            return []
+            return lines, pictures
         try:
             # Not pyplot: its backend and open figures are the user's.
             from matplotlib.figure import Figure as Canvas
         except ImportError:
-            return [f"Figures left out ({', '.join(f.name for f in self.figures)}): install moe-prefetch[report] to draw them.", ""]
-        lines = []
+            names = ", ".join(f.name for f in self.figures)
+            return [f"Figures left out ({names}): install moe-prefetch[report] to draw them.", ""], pictures
         for figure in self.figures:
             canvas = Canvas(figsize=(8, 4), dpi=120, layout="constrained")
             axes = canvas.subplots()
             figure.draw(axes)
             axes.spines[["top", "right"]].set_visible(False)
-            canvas.savefig(folder / f"{figure.name}.png")
+            canvas.savefig(file := io.BytesIO(), format="png")
+            pictures[f"{figure.name}.png"] = file.getvalue()
             lines += [f"![{figure.caption}]({figure.name}.png)", "", f"*{figure.caption}*", ""]
-        return lines
+        return lines, pictures
 
 
 def check_folder(folder: Path) -> None:
     """Whether a report can be written as `folder`. Raises ArtefactError when it holds something else, or can't be made."""
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and _report(folder) is None)):
+    # Names with a dot in front are no one's work, such as what another process is about to put in place.
+    if folder.exists() and not (folder.is_dir() and (all(p.name.startswith(".") for p in folder.iterdir()) or _report(folder))):
         raise ArtefactError("there is something that is not a report", where=str(folder), expected="an empty or new folder",
                             do="name another folder")
     checkpoint.check_writable(folder.parent)
@@ -138,9 +135,9 @@ def _report(folder: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and value.get("format") == MARK else None
 
 
-def _figures(said: Mapping[str, Any]) -> list[str]:
-    """Names of a report's own figures."""
-    names = said.get("figures", [])
+def _figures(folder: Path) -> list[str]:
+    """Names of the folder's report's own figures."""
+    names = (_report(folder) or {}).get("figures", [])
     return [n for n in names if isinstance(n, str) and n.endswith(".png") and Path(n).name == n] if isinstance(names, list) else []
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,6 +46,32 @@ def test_an_earlier_report_is_replaced_and_nothing_else_ever(tmp_path):
     with pytest.raises(ArtefactError, match="not a report"):
         report().save(other)
     assert (other / "report.json").exists()
+
+
+def test_a_figure_that_is_not_the_earlier_reports_stays(tmp_path):
+    few = report()
+    mine = few.figures.pop().name + ".png"
+    folder = few.save(tmp_path / "r")
+    (folder / mine).write_text("mine")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(ArtefactError, match=mine):
+        report().save(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_two_reports_into_one_new_folder_at_once(tmp_path):
+    """One of them stands, whole."""
+    for n in range(20):
+        folder, start = tmp_path / str(n), threading.Barrier(4)
+
+        def save(i, folder=folder, start=start):
+            start.wait()
+            return Report(f"{i}", data={"i": i}).save(folder)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(save, range(4))) == [folder] * 4
+        assert sorted(p.name for p in folder.iterdir()) == ["report.json", "report.md"]
+    assert len(list(tmp_path.iterdir())) == 20
 
 
 def test_here_and_through_a_link(tmp_path, monkeypatch):
