@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -101,6 +102,8 @@ def run_trace(model: str, out: Path, *, texts: Sequence[Path] = (), cap_mb: floa
     if tokens is not None and tokens < window:
         raise ConfigError(f"{tokens} tokens are less than one window", where="--tokens", expected=f"{window} or more",
                           do=f"text is recorded in windows of {window} tokens: ask for one at least")
+    if not 0 < cap_mb < math.inf:
+        raise ConfigError(f"a cap of {cap_mb:g} megabytes", where="--cap-mb", expected="a number above 0", do="leave it out for 1024")
     words = read_texts(texts) or builtin_texts()
     check_writable(out)
     loaded, tokenizer = load_model(model)

@@ -160,3 +160,10 @@ def test_a_fit_replaces_nothing_but_a_probe(tmp_path: Path, name: str, monkeypat
     for _ in range(2):
         RoutingProbe(gates(MODEL)).save_pretrained(tmp_path / "m")
     assert (tmp_path / "m" / "notes.md").exists()
+
+
+@pytest.mark.parametrize("cap", ["inf", "nan"])
+def test_a_cap_that_is_no_size_is_refused_before_work(tmp_path: Path, cap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "load_model", lambda model: pytest.fail("this is work"))
+    said = CliRunner().invoke(cli.app, ["trace", "--out", str(tmp_path / "t"), "--cap-mb", cap])
+    assert said.exit_code == 1 and f"a cap of {cap} megabytes" in said.output, said.output
