@@ -137,7 +137,8 @@ class ProbeFit:
 
     def _judge(self, out: Path, force: bool) -> RoutingProbe:
         if not self._online.trainer.started or not self._held:
-            raise ShapeError(f"{self._passes} training passes gave {self._online.seen} tokens to learn from: too few", where="fit",
+            raise ShapeError(f"{self._passes} training passes gave {self._online.seen} tokens to learn from: too few"
+                             f"{self._online.lost()}", where="fit",
                              expected=f"more than fit.moment_tokens ({self.section.moment_tokens}), and {HELD_OUT_EVERY} passes, one of "
                              "which is kept back", do=f"train longer (fit.after lets {self.section.after} passes go by; fewer than "
                              f"fit.batch={self.section.batch} tokens are pooled), or lower fit.moment_tokens")

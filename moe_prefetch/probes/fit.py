@@ -304,12 +304,15 @@ class OnlineFit:
                 self.trainer.start()
         return None
 
+    def lost(self) -> str:
+        """For a sentence: what was left out."""
+        count = int(self.trainer.unsound)
+        return f" ({count} batches held values that are not finite)" if count else ""
+
     def finish(self, out: Path | str, *, force: bool = False) -> RoutingProbe:
         """Raises ShapeError when too little was seen, ReleaseError as `fit` does."""
         if not self.trainer.started or self.held.taps is None or not self.held.taps.tokens:
-            lost = int(self.trainer.unsound)
-            why = f" ({lost} batches held values that are not finite)" if lost else ""
-            raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few{why}", where="OnlineFit",
+            raise ShapeError(f"{self.seen} tokens in {self.passes} passes are too few{self.lost()}", where="OnlineFit",
                              expected=f"more than {self.moment_tokens} tokens, and {self.held_out_every} passes, one of which is kept back",
                              do="let the model run longer")
         return finish(self.trainer, {"online": self.held.taps}, Path(out), force=force)

@@ -39,8 +39,8 @@ def test_ranks_with_different_numbers_of_tokens(runs):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_was_too_short(runs, world):
-    found = [f["error"] for f in of(runs, world, "too_short")]
-    assert found == ["ShapeError", "SessionError"][:world]
+    found = of(runs, world, "too_short")
+    assert [f["error"] for f in found] == ["ShapeError", "SessionError"][:world] and found[0]["left_out"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
