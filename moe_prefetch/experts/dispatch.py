@@ -65,6 +65,21 @@ class DispatchSpec:
         return Message(self.capacity, self.hidden, self.top_k, self.dtype, self.fp8, self.deterministic)
 
 
+def _whole(experts: LayerExperts | None) -> LayerExperts | None:
+    """The same, a row for a row: one row for all would be spread over them, and other tokens' sums be added to each other."""
+    if experts is None:
+        return None
+
+    def checked(layer: int, rows_ND: torch.Tensor, ids_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+        out_ND = experts(layer, rows_ND, ids_NK, weights_NK)
+        if out_ND.shape != rows_ND.shape:
+            raise ShapeError(f"experts returned {tuple(out_ND.shape)}", where=f"dispatch, layer {layer}",
+                             expected=f"{tuple(rows_ND.shape)}", do="return a row for each row")
+        return out_ND
+
+    return checked
+
+
 class Dispatch:
     """Collective to open; `agree` and `switch` are collective too, and so is every call in modes gather and host.
 
@@ -78,7 +93,7 @@ class Dispatch:
                  everywhere: LayerExperts | None = None, device: torch.device | str = "cpu", deadline: float = 30.0,
                  attach_deadline: float = DEADLINE, runtime: Runtime = REAL, metrics: Metrics | None = None) -> None:
         self.group, self.spec, self._message = group, spec, spec.message()
-        self._local, self._everywhere, self._device = local, everywhere, torch.device(device)
+        self._local, self._everywhere, self._device = _whole(local), _whole(everywhere), torch.device(device)
         self._deadline, self._attach_deadline = deadline, attach_deadline
         self._runtime, self._metrics = runtime, metrics
         self._transports: dict[str, Transport] = {}
@@ -158,6 +173,8 @@ class Dispatch:
                              do="open the dispatch with the model's sizes")
         if self._flying is not None:
             raise SessionError("rows of another layer are under way", where=f"dispatch, layer {layer}", do="finish it first")
+        if not self._on_device and self.mode != "stay" and self.mode not in self._transports:
+            raise SessionError("the dispatch is closed", where=f"dispatch, layer {layer}", do="open another")
         if self._on_device:
             self._flying = device_flight = DeviceFlight(self, layer, hidden_TD, ids_TK.to(torch.int64), weights_TK, waits)
             return device_flight
@@ -173,6 +190,10 @@ class Dispatch:
         raise by themselves."""
         if self._gather is not None:
             self._gather.check()
+
+    def _land(self, flight: Flight | DeviceFlight) -> None:
+        if self._flying is not flight:
+            raise SessionError("this flight was finished, or broke off", where="dispatch", do="begin another")
 
     def _leaving_if_broken(self) -> _Leaving:
         return _Leaving(self)
@@ -209,6 +230,7 @@ class DeviceFlight:
         self._finish = dispatch._gather.begin(layer, hidden_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous(), waits)
 
     def finish(self) -> torch.Tensor:
+        self._d._land(self)
         self._d._flying = None
         return self._finish()
 
@@ -238,6 +260,7 @@ class Flight:
         d = self._d
         if d.mode == "stay":
             return self._stay()
+        d._land(self)
         with d._leaving_if_broken():
             back: list[list[torch.Tensor]] = [[] for _ in range(d.group.size)]
             round_ = 0

@@ -41,6 +41,10 @@ class Replan:
     every: int = 256
     gain: float = 0.9
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every is {self.every!r}", where="replan", expected="a whole number of steps", do="correct it")
+
 
 def travelling(placement: Placement, load_RE: Sequence[Sequence[int]]) -> int:
     """How many choices of an expert are served by another rank than the token's."""
@@ -63,9 +67,9 @@ class Steps:
 
     def __init__(self, group: Group, modes: Mapping[int, Mode], placement: Placement, *, replan: Replan | None = None,
                  deadline: float = 30.0, attach_deadline: float = DEADLINE, runtime: Runtime = REAL) -> None:
-        sizes = [m for m in modes if isinstance(m, int) and m >= 1]
-        if not modes or len(sizes) < len(modes) or not all(mode in MODES for mode in modes.values()):
-            raise ConfigError(f"steps {dict(modes)}", where="steps", expected=f"sizes of 1 or more, modes {', '.join(MODES)}",
+        sizes = [m for m in modes if isinstance(m, int) and m >= 1] if isinstance(modes, Mapping) else []
+        if not sizes or len(sizes) < len(modes) or not all(mode in MODES for mode in modes.values()):
+            raise ConfigError(f"steps {modes!r}", where="steps", expected=f"sizes of 1 or more, modes {', '.join(MODES)}",
                               do="mend them")
         group.agree("steps", {"modes": str(sorted(modes.items())), "placement": placement.digest, "replan": str(replan)}, attach_deadline)
         self.group, self._modes, self._replan = group, dict(sorted(modes.items())), replan
@@ -83,12 +87,13 @@ class Steps:
         """The step that all ranks run next, if this one has `tokens` tokens.
 
         load_E int64 [E], on the host: how often this rank's tokens chose an expert since the last call, or will by a forecast. Raises
-        ShapeError, before anybody is told: more tokens than the largest size, other experts; PeerError.
+        ShapeError, before anybody is told: no whole number of tokens, or more than the largest size; other experts; PeerError.
         """
         experts = self._placement.experts
-        if tokens > max(self._modes) or (load_E is not None and (load_E.shape != (experts,) or load_E.dtype != torch.int64)):
+        fits = 0 <= tokens <= max(self._modes) and tokens == int(tokens)
+        if not fits or (load_E is not None and (load_E.shape != (experts,) or load_E.dtype != torch.int64)):
             raise ShapeError(f"{tokens} tokens, load {None if load_E is None else (load_E.dtype, tuple(load_E.shape))}", where="steps",
-                             expected=f"at most {max(self._modes)}, int64 [{experts}]", do="open it with the sizes that steps have")
+                             expected=f"0 to {max(self._modes)}, int64 [{experts}]", do="open it with the sizes that steps have")
         said_RN = self._tell(torch.cat([torch.tensor([tokens]), torch.zeros(experts, dtype=torch.int64) if load_E is None else load_E]))
         self._steps += 1
         most = int(said_RN[:, 0].max())

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_prefetch.errors import ConfigError, ShapeError
-from moe_prefetch.experts.dispatch import DispatchSpec
+from moe_prefetch.distributed.groups import Group
+from moe_prefetch.errors import ConfigError, SessionError, ShapeError
+from moe_prefetch.experts.dispatch import Dispatch, DispatchSpec
 from moe_prefetch.experts.placement import Placement
 from moe_prefetch.kernels.dispatch.message import Message
 from moe_prefetch.kernels.dispatch.naive import from_fp8, to_fp8
@@ -217,3 +218,28 @@ def test_bad_replica_maps_are_refused(replicas):
 def test_bad_placements_are_refused(rows):
     with pytest.raises(ConfigError):
         Placement(rows)
+
+
+@pytest.mark.parametrize("mode", ["stay", "gather", "host"])
+def test_what_one_rank_alone_can_see(mode):
+    """Experts that return one row for all, a flight that is finished twice, a dispatch that was closed."""
+    x, ids, weights = torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    give = [lambda layer, rows, i, w: rows[:1]]
+
+    def open_one() -> Dispatch:
+        experts = lambda *args: give[0](*args)  # noqa: E731
+        return Dispatch(Group.of(), DispatchSpec(4, 1, torch.float32), Placement.even(2, 1), mode, local=experts, everywhere=experts)
+
+    with pytest.raises(ShapeError, match="a row for each row"):
+        open_one()(0, x, ids, weights)
+    give[0] = lambda layer, rows, i, w: rows * w
+    dispatch = open_one()
+    flight = dispatch.begin(0, x, ids, weights)
+    assert torch.equal(flight.finish(), x)
+    if mode != "stay":
+        with pytest.raises(SessionError, match="was finished"):
+            flight.finish()
+        assert torch.equal(dispatch(1, x, ids, weights), x)
+        dispatch.close()
+        with pytest.raises(SessionError, match="closed"):
+            dispatch(2, x, ids, weights)

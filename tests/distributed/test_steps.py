@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_prefetch.distributed.groups import Group
+from moe_prefetch.errors import ConfigError, ShapeError
 from moe_prefetch.experts.placement import Placement
-from moe_prefetch.experts.steps import Replan, replan, travelling
+from moe_prefetch.experts.steps import Replan, Steps, replan, travelling
 from tests.distributed import ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -70,6 +72,21 @@ def test_a_rank_that_does_not_come_is_named(results, world):
 def test_a_rank_that_leaves_is_named_at_once(results):
     said = whole(results, 2, "leaves")[0]
     assert said["kind"] == "PeerError" and said["ranks"] == [1] and said["seconds"] < 10
+
+
+def test_steps_that_can_not_be_are_refused_by_one_rank_alone():
+    even = Placement.even(8, 1)
+    for every in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="every"):
+            Replan(2, every=every)
+    for modes in ("gather", ["gather"], None):
+        with pytest.raises(ConfigError, match="sizes"):
+            Steps(Group.of(), modes, even)
+    steps = Steps(Group.of(), {4: "gather"}, even)
+    for tokens in (-1, 1.5, 5):
+        with pytest.raises(ShapeError, match="tokens"):
+            steps.next(tokens)
+    assert steps.next(0).size == 4
 
 
 # without processes ----------------------------------------------------------------------------------------------------------
