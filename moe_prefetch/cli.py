@@ -1,7 +1,6 @@
 """The command line. Heavy imports happen inside the verbs, so that `--help` is quick and `env` works where torch does not."""
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Mixture-of-Experts inference without waiting for experts or for the KV cache.")
-# Into a file or a pipe tables are as wide as they need; a terminal says how wide it is.
-out, err = Console(width=None if sys.stdout.isatty() else 132), Console(stderr=True)
+# Into a file or a pipe tables are as wide as they need; a terminal says how wide it is. A daemon may have closed it: then it is None.
+out, err = Console(width=None if sys.stdout and sys.stdout.isatty() else 132), Console(stderr=True)
 
 
 # Packages that a plain install leaves out, and the extra that brings each.
@@ -83,13 +82,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print(table: Table) -> None:
-    rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left", padding=(0, 1, 0, 0))
+    # Title and note beside the table, not within it: they would be as narrow.
+    rich = RichTable(padding=(0, 1, 0, 0))
     for i, column in enumerate(table.columns):
         numeric = bool(table.rows) and not isinstance(table.rows[0][i], str)
         rich.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in table.text():
         rich.add_row(*row)
+    out.print(table.title, style="table.title", markup=False, highlight=False)
     out.print(rich, markup=False)
+    if table.note:
+        out.print(table.note, style="table.caption", markup=False, highlight=False)
 
 
 @app.command()
@@ -296,18 +299,14 @@ def bench_dispatch(
 
 def main() -> None:
     """Entry point of `moe-prefetch`."""
-    try:
+    from .observe.env import collect, printing
+
+    with printing():
         if sys.argv[1:] == ["env"]:
             # Straight to the point: a broken dependency is what this verb is asked about.
-            from .observe.env import collect
-
             print(collect(), flush=True)
             return
         app()
-    except BrokenPipeError:
-        # Who read our output has closed it, as `| head` does; what Python would still flush has no one to go to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from moe_prefetch import cli, demo
 from moe_prefetch.errors import MoEPrefetchError
+from moe_prefetch.observe.report import Table
 
 run = CliRunner().invoke
 
@@ -115,3 +116,18 @@ def test_a_reader_that_leaves_is_no_fault(tmp_path, args):
     with subprocess.Popen([sys.executable, "-m", "moe_prefetch.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         p.stdout.close()
         assert "Traceback" not in p.stderr.read().decode() and p.wait() == 1
+
+
+@pytest.mark.parametrize(("to", "code", "words"), [(">&-", 0, ""), ("> /dev/full", 1, "error: No space left on device"), ("| true", 0, "")])
+@pytest.mark.parametrize("args", ["-m moe_prefetch.cli env", "-m moe_prefetch.cli validate c.yaml", "-m moe_prefetch.observe.env"])
+def test_output_that_goes_nowhere(tmp_path, to, code, words, args):
+    """A daemon's closed stdout, a full drive, a reader that left."""
+    (tmp_path / "c.yaml").write_text("")
+    said = subprocess.run(["sh", "-c", f"{sys.executable} {args} {to}"], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == code and words in said.stderr and "Traceback" not in said.stderr and "ignored" not in said.stderr, said.stderr
+
+
+def test_a_narrow_table_keeps_its_title_in_one_line(capsys):
+    title, note = "A title of more words than its table is wide", "And a note of as many words as that."
+    cli._print(Table(title, ("a",), [(1,)], note))
+    assert {title, note} <= set(capsys.readouterr().out.splitlines())

@@ -6,6 +6,7 @@ It starts no process, opens no connection and shows no secret: only variables of
 """
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
@@ -13,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,26 @@ def lines() -> Iterator[str]:
         yield from _section(title, probe)
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """Output that can't be written ends in a sentence, and quietly where its reader has closed it, as `| head` does."""
+    try:
+        yield
+    except OSError as e:
+        if not isinstance(e, BrokenPipeError):
+            if e.errno != errno.ENOSPC or e.filename is not None:
+                raise
+            print(f"error: {e.strerror}. What to do: free space where it is written.", file=sys.stderr)
+        if sys.stdout is not None:
+            # What Python would still flush has no one to go to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
 def main() -> None:
-    for line in lines():
-        print(line, flush=True)
+    with printing():
+        for line in lines():
+            print(line, flush=True)
 
 
 def _section(title: str, probe: Callable[[], Rows]) -> Iterator[str]:
