@@ -92,6 +92,9 @@ def set_up(profile: str) -> None:
     start = time.monotonic()
     print(f"set-up: installing what `{profile}` needs into {VENV.name} (minutes at the first call)", flush=True)
     if not works or have.get("running") or have.get("root", str(ROOT)) != str(ROOT):
+        if VENV.exists() and not STATE.exists() and any(VENV.iterdir()):
+            sys.exit(f"set-up: {VENV} was not made by this script, and has no Python {sys.version_info[0]}.{sys.version_info[1]} with pip: "
+                     "move it away, then run the command again")
         shutil.rmtree(VENV, ignore_errors=True)
         make_environment()
     write_state(root=str(ROOT), running=True)

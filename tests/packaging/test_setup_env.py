@@ -136,6 +136,14 @@ def test_an_environment_made_by_hand_is_kept(world: World) -> None:
     assert (world.module.VENV / "mine").exists()
 
 
+def test_an_environment_made_by_hand_of_another_python_is_not_thrown_away(world: World) -> None:
+    world.module.VENV.mkdir()
+    (world.module.VENV / "mine").touch()
+    with pytest.raises(SystemExit, match="move it away"):
+        world.set_up("demo")
+    assert [p.name for p in world.module.VENV.iterdir()] == ["mine"] and world.installed == []
+
+
 def test_pip_that_fails_says_what_to_do_and_the_next_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path, monkeypatch)
     real = importlib.util.module_from_spec(world.module.__spec__)
