@@ -87,6 +87,13 @@ def watch_attention(model: Any, see: Callable[[int, torch.Tensor, torch.Tensor, 
     return replace_attention(model, attention)
 
 
+def are_ids(model: Any, ids: Any, dims: int) -> bool:
+    """Whether this is a tensor of so many dims with token ids of the model's."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != dims or ids.is_floating_point() or not ids.numel():
+        return False
+    return 0 <= int(ids.min()) and int(ids.max()) < model.config.get_text_config(decoder=True).vocab_size
+
+
 def key_hashes(model: Any) -> dict[int, str]:
     """Identity of each attention layer's keys: 32 rows of its key (or fused) projection, evenly spread, with bias and norm.
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from moe_prefetch.config import KVConfig
+from moe_prefetch.config import KVConfig, load
 from moe_prefetch.errors import CacheError, ConfigError, ShapeError
-from moe_prefetch.integrations.transformers_attention import key_hashes, refuse_another_models, watch_attention
+from moe_prefetch.integrations.transformers_attention import are_ids, key_hashes, refuse_another_models, watch_attention
 from moe_prefetch.integrations.transformers_layers import PagedLayer, StaticPagedLayer
 from moe_prefetch.integrations.transformers_pages import left_padding, serve
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector
@@ -128,7 +128,9 @@ class Latents(DynamicCache):
         return key_states, value_states
 
 
-def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = None, *, max_length: int | None = None) -> PagedCache:
+def make_cache(
+    model: Any, kv_config: KVConfig | dict[str, Any], stats: OutlierStats | None = None, *, max_length: int | None = None
+) -> PagedCache:
     """The cache for one model (or its config). `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
     Given the model itself, its decode steps are switched to reading pages as `kv_config.attention` says (`transformers_pages.serve`),
@@ -138,6 +140,8 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
     Raises ConfigError for a layer that the model does not have or keep in pages, a calibration that lacks one or is another model's (given
     the config alone: one with more layers), or a `max_length` below 1; ArtefactError for a bad calibration file.
     """
+    if not isinstance(kv_config, KVConfig):
+        kv_config = load({"kv": kv_config}).kv
     model_config = model.config if hasattr(model, "config") else model
     text = model_config.get_text_config(decoder=True)
     if bad := [n for n in kv_config.layers if n >= text.num_hidden_layers]:
@@ -190,7 +194,7 @@ def make_cache(model: Any, kv_config: KVConfig, stats: OutlierStats | None = Non
             expected=f"all of the {len(paged)} layers whose K and V are kept in pages",
             do="calibrate this model anew",
         )
-    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ConfigError(f"max_length is {max_length!r}", where="make_cache", expected="1 or more tokens", do="give the longest sequence")
     if max_length is not None and "settle" in kv_config.model_fields_set and kv_config.settle != 1:
         raise ConfigError(
@@ -232,12 +236,11 @@ def calibrate(model: Any, token_ids: torch.Tensor, *, skip: int = 4, span: int |
     A few thousand tokens are enough. Of an MLA layer the moments are its latents', whatever is asked of them. Raises ShapeError for
     what is no matrix of the model's token ids with more than `skip` in a row, ConfigError for a span below S.
     """
-    known = model.config.get_text_config(decoder=True).vocab_size
-    ids = token_ids if isinstance(token_ids, torch.Tensor) else torch.empty(0)
-    whole = ids.dim() == 2 and not ids.is_floating_point() and ids.shape[1] > skip >= 0 and len(ids) > 0
-    if not whole or int(ids.min()) < 0 or int(ids.max()) >= known:
+    ids = token_ids
+    if not are_ids(model, ids, 2) or not ids.shape[1] > skip >= 0:
+        known = model.config.get_text_config(decoder=True).vocab_size
         raise ShapeError(
-            f"token_ids {tuple(ids.shape)} of {ids.dtype}, skip {skip}",
+            f"token_ids {tuple(getattr(ids, 'shape', ()))} of {getattr(ids, 'dtype', type(ids).__name__)}, skip {skip}",
             where="calibrate",
             expected=f"whole numbers [rows, tokens] from 0 to {known - 1}, more than {max(0, skip)} in a row",
             do="pass the tokenizer's ids, text[None] for one text",

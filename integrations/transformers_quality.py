@@ -12,8 +12,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import ConfigError, UnsupportedModelError
-from moe_prefetch.integrations.transformers_attention import Attention, refuse_another_models, replace_attention
+from moe_prefetch.errors import ConfigError, ShapeError, UnsupportedModelError
+from moe_prefetch.integrations.transformers_attention import Attention, are_ids, refuse_another_models, replace_attention
 from moe_prefetch.integrations.transformers_held import MLA_MODELS, latents_of, latents_shown, through_latents
 from moe_prefetch.kv.attention import attend_as_decoded
 from moe_prefetch.kv.basis import Basis
@@ -182,20 +182,27 @@ def gate(
     `stats` None: as a cache without a calibration (`decoded`). Sinks, window (None: that of `format`) and settle as in the configuration to
     come; with `settle` 1 answers move most. The verdict names the window, for `kv.window`. One pass per text, layer and format tried.
     Raises ConfigError unless exactly one budget is given, for texts that never leave the window (they would be read exactly), and for
-    another model's calibration.
+    another model's calibration, ShapeError for texts that are no token ids of the model's.
     """
     if (max_kl is None) == (max_bits is None):
         raise ConfigError(
             "the gate needs one budget", where="gate(max_kl=, max_bits=)", expected="exactly one of the two", do="give a KL or a bit budget"
         )
-
+    texts = list(texts)
     if not texts or not formats:
         raise ConfigError(
             f"{len(texts)} texts and {len(formats)} formats", where="gate(texts, formats)", expected="one of each at least", do="give some"
         )
     window = format_of(format).window_or(window)
-    if window < 0:
-        raise ConfigError(f"a window of {window}", where="gate(window)", expected="0 or more", do="correct it")
+    if window < 0 or sinks < 0 or settle < 1:
+        raise ConfigError(
+            f"a window of {window}, {sinks} sinks, settle {settle}", where="gate", expected="0, 0 and 1 or more", do="correct them"
+        )
+    if strange := [n for n, ids in enumerate(texts) if not are_ids(model, ids, 1)]:
+        raise ShapeError(
+            f"text {strange[0]} is none", where="gate(texts)", expected="tensors [tokens] of the model's token ids",
+            do="pass the tokenizer's ids",
+        )  # fmt: skip
     if short := [len(ids) for ids in texts if len(ids) <= sinks + window + settle - 1]:
         raise ConfigError(
             f"a text of {min(short)} tokens shows nothing: {sinks} sinks and a window of {window} stay in FP16",

@@ -248,6 +248,17 @@ def test_calibration_leaves_the_model_as_it_was(llama) -> None:
     assert one == calibrate(llama, models.ids(60, 2)) and set(one.layers) == {0, 1} and one.layers[0].tokens == 2 * 56
 
 
+def test_a_configuration_may_be_a_dict(llama) -> None:
+    kv, prompt = {"format": "fp8", "window": 16}, models.ids(60)
+    one, two = (models.generate(llama, prompt, make_cache(llama, given)) for given in (kv, KVConfig(**kv)))
+    assert torch.equal(one, two)
+    for wrong, said in (({"formt": "fp8"}, "did you mean 'format'"), ("fp8", "a section")):
+        with pytest.raises(ConfigError, match=said):
+            make_cache(llama, wrong)
+    with pytest.raises(ConfigError, match="max_length"):
+        make_cache(llama, kv, max_length=True)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_reset_forgets_padding_and_counts(llama, static: bool) -> None:
     prompt, mask = models.ids(30, 2), torch.ones(2, 20, dtype=torch.long)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_prefetch.config import KVConfig
-from moe_prefetch.errors import ConfigError, UnsupportedModelError
+from moe_prefetch.errors import ConfigError, ShapeError, UnsupportedModelError
 from moe_prefetch.integrations.transformers_cache import PagedLayer, calibrate, make_cache
 from moe_prefetch.integrations.transformers_held import MLA_MODELS
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs, log_probs_pinned
@@ -249,3 +249,16 @@ def test_pinned_routing_without_flips_changes_nothing() -> None:
 def test_a_model_without_routers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="router"):
         log_probs_pinned(models.llama(), models.ids(20)[0], decoded(None, {}))
+
+
+def test_arguments_that_can_not_be_are_named() -> None:
+    model, text = models.llama(), models.ids(60)[0]
+    ask = lambda texts=(text,), **kw: gate(model, texts, None, format="fp8", window=16, max_kl=10.0, **kw)  # noqa: E731
+    for kw in ({"settle": 0}, {"sinks": -1}):
+        with pytest.raises(ConfigError, match="sinks"):
+            ask(**kw)
+    for wrong in (text + models.VOCAB, -text - 1, text.tolist(), text[None], text.float(), text[:0]):
+        with pytest.raises(ShapeError, match="text 1"):
+            ask((text, wrong))
+    # Rows of a matrix are texts.
+    assert ask(models.ids(60, 2)) == ask(list(models.ids(60, 2)))
