@@ -11,8 +11,6 @@ is DeepSpeed's alone again.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
 import statistics
@@ -34,11 +32,10 @@ import deepspeed
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_prefetch
+from moe_prefetch.bench.rows import Row, append_rows, check_rows
 from moe_prefetch.integrations import deepspeed as mpd
 from moe_prefetch.integrations import smolmoe
 from moe_prefetch.integrations.transformers_cache import make_cache
-
-FIELDS = ("bench", "case", "metric", "value", "unit", "machine", "torch", "triton", "commit", "date", "checked")
 
 
 def random_model(layers: int, dtype: torch.dtype, device: str) -> Any:
@@ -126,6 +123,8 @@ def main() -> int:
     ap.add_argument("--compare", type=Path, metavar="CSV", help="time DeepSpeed alone as well, and append rows")
     ap.add_argument("--commit", default="unknown")
     a = ap.parse_args()
+    if a.compare:
+        check_rows(a.compare)
 
     whole = json.loads(a.config.read_text())
     section = whole["moe_prefetch"]
@@ -179,25 +178,14 @@ def kv_section(name: str, attention: str) -> dict[str, str]:
 
 
 def save(a: argparse.Namespace, kv: str, found: dict[str, tuple[float, str]], ids_BS: torch.Tensor) -> None:
-    try:
-        import triton
-
-        version = triton.__version__
-    except ImportError:
-        version = ""
     machine = f"{WORLD} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else os.uname().machine
     case = f"{f'qwen3moe{a.random}' if a.random else 'smolmoe'}_tp{WORLD}_b{ids_BS.shape[0]}_t{ids_BS.shape[1]}_kv-{kv}"
     case += "" if kv == "fp16" else f"-{a.attention}"
     checked = f"tests/integrations/deepspeed/test_serving.py, deepspeed {deepspeed.__version__}"
-    fresh = not a.compare.exists()
-    with open(a.compare, "a", newline="") as f:
-        rows = csv.writer(f)
-        if fresh:
-            rows.writerow(FIELDS)
-        for metric, (value, unit) in found.items():
-            print(f"{case} {metric} {value:.4g} {unit}")
-            rows.writerow(("deepspeed", case, metric, f"{value:.6g}", unit, machine, torch.__version__, version, a.commit,
-                           datetime.date.today().isoformat(), checked))
+    for metric, (value, unit) in found.items():
+        print(f"{case} {metric} {value:.4g} {unit}")
+    rows = [Row(case, metric, value, unit) for metric, (value, unit) in found.items()]
+    append_rows(a.compare, "deepspeed", rows, machine=machine, commit=a.commit, checked=checked)
 
 
 if __name__ == "__main__":

@@ -222,9 +222,15 @@ def main() -> None:
     if a.eager:
         torch.compiler.set_stance("force_eager")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    from moe_prefetch.bench.rows import check_rows
     from moe_prefetch.integrations.megatron_fit import ProbeFit
+    from moe_prefetch.probes.probe import check_folder
     from moe_prefetch.probes.trainer import FitConfig
 
+    # What is written at the end: looked at before anything is trained.
+    check_folder(a.out)
+    if a.overhead:
+        check_rows(a.csv)
     device = start(a)
     first = dist.get_rank() == 0
     model = make_model(a)

@@ -14,7 +14,7 @@ from tests.integrations.megatron.checks import environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]), ids=lambda p: p.stem)
 def test_rows_are_added_to_what_is_there(path):
     """A file of rows only grows, and is looked at before anything is measured."""
     text = path.read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_prefetch.errors import ArtefactError
 from tests.integrations.deepspeed.ranks import environment
 from tests.tiny import tiny
 
@@ -67,6 +68,11 @@ def test_generate_next_to_deepspeed_alone(family, attention, tmp_path, monkeypat
     arguments = ["--random", 4, "--home", "local", "--kv", "fp16", "fp8", "--batch", 2, "--prompt", 80, "--tokens", 4, "--rounds", 1,
                  "--attention", attention]
     monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--compare", str(tmp_path / "rows.csv")])
+    (tmp_path / "rows.csv").write_text("my,own\n")
+    with pytest.raises(ArtefactError, match="something else than rows"):
+        main()
+    assert (tmp_path / "rows.csv").read_text() == "my,own\n"
+    (tmp_path / "rows.csv").unlink()
     assert main() == 0
     with open(tmp_path / "rows.csv") as f:
         found = [(row["case"].removesuffix(f"-{attention}"), row["metric"], float(row["value"])) for row in csv.DictReader(f)]
