@@ -5,6 +5,7 @@ Everything goes through `module_inject.replace_module`; the router, the dispatch
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,8 @@ from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Taps
 from moe_prefetch.types import PROB_ONE
+
+log = logging.getLogger(__name__)
 
 Handles = list[torch.utils.hooks.RemovableHandle]
 
@@ -239,6 +242,8 @@ class Held:
                     for w, value in zip(self._weights(layer, expert), values, strict=True):
                         w.of(fresh[id(w.module), w.name]).copy_(value)
             for w, p, _ in self._originals:
+                if not getattr(w.module, w.name).is_meta:
+                    log.warning("%s was set while %s was attached; what it was before comes back", w.name, type(self.model).__name__)
                 p.data = fresh[id(w.module), w.name]
                 setattr(w.module, w.name, p)
         for handle in self._refusals:

@@ -194,10 +194,11 @@ class TransformersModel:
                     fresh[2 * layer + 1][expert].copy_(parts["down"])
             for o, data in zip(self._originals, fresh, strict=True):
                 stand_in = getattr(o.module, o.name)
-                if stand_in.dtype != o.parameter.dtype:
+                if not stand_in.is_meta:
+                    log.warning("%s was set while %s was attached; what it was before comes back", o.name, type(self.model).__name__)
+                elif stand_in.dtype != o.parameter.dtype:
                     log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__,
-                                stand_in.dtype,
-                                o.parameter.dtype)
+                                stand_in.dtype, o.parameter.dtype)
                 o.parameter.data = data
                 o.parameter.requires_grad_(stand_in.requires_grad)
                 setattr(o.module, o.name, o.parameter)

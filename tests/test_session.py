@@ -773,6 +773,16 @@ def test_a_forecast_of_the_wrong_kind_is_named(probs):
     assert picture(model) == before
 
 
+def test_weights_that_are_set_while_attached_are_not_taken_over_in_silence(caplog):
+    model = small()
+    before, experts = picture(model), model.model.layers[0].mlp.experts
+    with moe_prefetch.attach(model, DISK), caplog.at_level("WARNING"):
+        experts.down_proj = torch.nn.Parameter(torch.zeros(experts.down_proj.shape))
+    assert picture(model) == before
+    assert [r.message for r in caplog.records if "was set" in r.message] == [
+        f"down_proj was set while {type(model).__name__} was attached; what it was before comes back"]
+
+
 def test_a_modelled_drive_that_no_deadline_allows_is_refused():
     """Its sleep can't be ended: passes would fail, and `detach` would keep the weights for as long."""
     model = small()
