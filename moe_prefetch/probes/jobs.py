@@ -22,6 +22,7 @@ from .fit import fit
 from .probe import RoutingProbe, check_folder
 from .targets import FitConfig, Taps
 from .traces import Trace, TraceWriter, hash_of_first
+from .traces import check_folder as check_trace_folder
 from .trainer import check_gates
 
 Progress = Callable[[int, int], None]
@@ -105,6 +106,7 @@ def run_trace(model: str, out: Path, *, texts: Sequence[Path] = (), cap_mb: floa
     if not 0 < cap_mb < math.inf:
         raise ConfigError(f"a cap of {cap_mb:g} megabytes", where="--cap-mb", expected="a number above 0", do="leave it out for 1024")
     words = read_texts(texts) or builtin_texts()
+    check_trace_folder(out)
     check_writable(out)
     loaded, tokenizer = load_model(model)
     windows = text_windows(tokenizer, words, window)

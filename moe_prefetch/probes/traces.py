@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import (
+    check_own,
     contained,
     exclusive,
     load_arrays,
@@ -41,7 +42,7 @@ from .targets import Taps
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+FORMAT, VERSION = "moe_prefetch.trace", 2
 MANIFEST = "trace.json"
 MAX_SHARD = 8 << 30
 
@@ -71,6 +72,12 @@ def hash_of_first(windows_NT: torch.Tensor) -> Callable[[int], str]:
     return first
 
 
+def check_folder(folder: Path) -> None:
+    """Whether a trace can be recorded into `folder`: one goes on, and nothing else is replaced. Raises ArtefactError."""
+    shards = sorted(p.name for p in folder.glob("shard-" + 5 * "[0-9]" + ".safetensors"))
+    check_own(folder, [*shards[:1], MANIFEST], {"format": FORMAT})
+
+
 class TraceWriter:
     """Appends to a trace folder; opening an existing one continues it.
 
@@ -91,8 +98,9 @@ class TraceWriter:
             raise BudgetError(f"{cap_bytes} bytes are less than one shard", where=str(self.folder),
                               expected=f"at least {per_token * shard_tokens} bytes ({-(-per_token * shard_tokens // 10**6)} MB) for "
                               f"{shard_tokens} tokens", do="raise the cap")
+        check_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = {"format": "moe_prefetch.trace", "version": VERSION, "layers": len(gates), "experts": first.experts, "hidden": first.hidden,
+        fresh = {"format": FORMAT, "version": VERSION, "layers": len(gates), "experts": first.experts, "hidden": first.hidden,
                  "top_k": first.top_k, "gate_hash": gate_hash(gates), "position": 0, "shards": []}
         found = read_manifest(self.folder) if (self.folder / MANIFEST).exists() else fresh
         self.manifest = found if found["shards"] else fresh
@@ -112,9 +120,7 @@ class TraceWriter:
         self._text_hash = text_hash
         with exclusive(self.folder, runtime):
             if not (self.folder / MANIFEST).exists():
-                if theirs := sorted(p.name for p in self.folder.glob("shard-" + 5 * "[0-9]" + ".safetensors")):
-                    raise ArtefactError(f"the folder has {theirs[0]} and no {MANIFEST}", where=str(self.folder),
-                                        expected="a trace, or a folder without shards", do="choose another folder")
+                check_folder(self.folder)
                 # From here on the shard below is ours.
                 write_json(self.folder / MANIFEST, fresh, runtime)
             # A shard without an entry was cut off between its own write and the manifest's: it is written again.
@@ -160,7 +166,7 @@ class TraceWriter:
             if now != shards:
                 raise ArtefactError("another process records into the folder", where=str(self.folder),
                                     expected=f"the {len(shards)} shards this one knows of", do="give each process a folder of its own")
-            save_tensors(self.folder / name, tensors, {"format": "moe_prefetch.trace"}, self.runtime)
+            save_tensors(self.folder / name, tensors, {"format": FORMAT}, self.runtime)
             entry = {"file": name, "sha256": sha256_file(self.folder / name), "tokens": int(tensors["start"].shape[0]), "bytes": size}
             manifest = {**self.manifest, "shards": [*shards, entry], "position": self.position + int(tensors["start"].sum())}
             manifest.pop("text_hash", None)
@@ -175,8 +181,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = contained(Path(folder), MANIFEST)
     m = read_json(path)
     try:
-        if m["format"] != "moe_prefetch.trace" or m["version"] != VERSION:
-            raise ArtefactError("not a trace of this version", where=str(path), expected=f"moe_prefetch.trace, version {VERSION}",
+        if m["format"] != FORMAT or m["version"] != VERSION:
+            raise ArtefactError("not a trace of this version", where=str(path), expected=f"{FORMAT}, version {VERSION}",
                                 do="record it again")
         numbers = [m[k] for k in ("layers", "experts", "hidden", "top_k", "position")]
         numbers += [s[k] for s in m["shards"] for k in ("tokens", "bytes")]

@@ -34,6 +34,13 @@ def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
         jobs.run_fit("smolmoe", tmp_path / "out", traces=[tmp_path])
 
 
+def test_a_folder_of_somebody_elses_shards(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000.safetensors").write_text("mine")
+    with pytest.raises(MoEPrefetchError, match="would be replaced"):
+        jobs.run_trace("smolmoe", tmp_path)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_text_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MoEPrefetchError, match="none"):
         jobs.run_trace("smolmoe", tmp_path / "out", texts=[tmp_path / "none.txt"])

@@ -107,7 +107,11 @@ def test_what_is_not_the_traces_stays(tmp_path: Path) -> None:
     assert len(Trace(tmp_path)) == 2 and all(p.read_text() == "mine" for p in (*others, tmp_path / "shard-00007.safetensors"))
     (tmp_path / "trace.json").rename(tmp_path / "lost")
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(ArtefactError, match="no trace"):
+    with pytest.raises(ArtefactError, match=r"shard-00000\.safetensors would be replaced"):
+        TraceWriter(tmp_path, gates(), shard_tokens=100)
+    (tmp_path / "trace.json").write_text('{"format": "mine"}')
+    before[tmp_path / "trace.json"] = b'{"format": "mine"}'
+    with pytest.raises(ArtefactError, match=r"trace\.json would be replaced.*name another folder"):
         TraceWriter(tmp_path, gates(), shard_tokens=100)
     assert before == {p: p.read_bytes() for p in tmp_path.iterdir()}
 
