@@ -301,6 +301,8 @@ class TransformersModel:
                             "or one of make_cache", kv.format, type(theirs).__name__)
             return kwargs
         made, mask = make_cache(self.model.config, kv, self._stats), kwargs.get("attention_mask")
+        for layer in made.layers:
+            layer.told = True  # by `check_kv`
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and any(left_padding(mask) or ()):
             made.set_padding(mask)
         if wanted:

@@ -39,7 +39,8 @@ class PagedLayer(CacheLayerMixin):
         self.kv, self.number, self.stats, self.latent, self.text = kv, number, stats, latent, text
         self.ints = ints or DeviceInts()
         # How the last step of decode was read: "pages", or "tensors" and why; one layer of a cache says so, and warns.
-        self.attention, self.speaks = "tensors", False
+        # `told`: a promise that the format breaks was named before, for another cache of this configuration.
+        self.attention, self.speaks, self.told = "tensors", False, False
         self.format = format_of(kv.layers.get(number, kv.format))
         # One window for all layers: a layer that fell back to a finer format keeps what its neighbours keep.
         self.window = format_of(kv.format).window_or(kv.window)
@@ -53,7 +54,7 @@ class PagedLayer(CacheLayerMixin):
             return layout_for(self.format, k_dim, 0, rope=v_dim)
         layout = layout_for(self.format, k_dim, v_dim, outliers=outliers, sinks=self.kv.sinks, window=self.most_recent)
         bits, most = self.bits(layout), self.format.promise
-        if self.speaks and most is not None and bits > most:
+        if self.speaks and not self.told and most is not None and bits > most:
             beside = ", and the basis of its keys, which all sequences share," if self.turned else ""
             log.warning(
                 "%s promises %.2f bits per element at 32k tokens; with %d tokens of window and %d sinks%s it holds %.3f",

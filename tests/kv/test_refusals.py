@@ -327,6 +327,15 @@ def test_attach_knows_whose_calibration_it_is_and_reads_it_once(tmp_path: Path, 
     assert len(said) == 1 and "fp4-72" in said[0] and "StaticCache" in said[0]
 
 
+def test_a_session_names_a_broken_promise_once(caplog) -> None:
+    """Not at each call of `generate`, which makes a cache of its own."""
+    model = models.moe("qwen3_moe")
+    with caplog.at_level("WARNING"), moe_prefetch.attach(model, {"kv": {"format": "fp4-72", "window": 1000}}):
+        for _ in range(3):
+            models.generate(model, models.ids(8), None, n=4)
+    assert len([r for r in caplog.records if "promises 4.48" in r.getMessage()]) == 1
+
+
 def test_continuous_batching_is_told_that_its_cache_is_its_own(caplog) -> None:
     """transformers' `generate_batch` gives the model pages of transformers' own, by this name; a run takes a minute on a CPU."""
     assert {"cache", "use_cache"} <= PagedAttentionArgs.__annotations__.keys()
