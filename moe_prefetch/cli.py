@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Mixture-of-Experts inference without waiting for experts or for the KV cache.")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _about(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                                 help="Print the version; `env` prints those of all that matters.")] = False) -> None:
+    pass
+
+
 # Into a file or a pipe tables are as wide as they need; a terminal says how wide it is. A daemon may have closed it: then it is None.
 out, err = Console(width=None if sys.stdout and sys.stdout.isatty() else 132), Console(stderr=True)
 

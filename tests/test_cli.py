@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import moe_prefetch
 from moe_prefetch import cli, demo
 from moe_prefetch.errors import MoEPrefetchError
 from moe_prefetch.observe.report import Table
@@ -17,6 +18,12 @@ run = CliRunner().invoke
 def test_help_names_every_verb():
     text = run(cli.app, ["--help"]).output
     assert all(verb in text for verb in ("demo", "env", "validate", "trace", "fit", "bench"))
+
+
+def test_version_and_module():
+    assert run(cli.app, ["--version"]).output == f"{moe_prefetch.__version__}\n"
+    said = subprocess.run([sys.executable, "-m", "moe_prefetch", "--version"], capture_output=True, text=True)
+    assert said.returncode == 0 and said.stdout == f"{moe_prefetch.__version__}\n"
 
 
 def test_flags_are_frozen():
