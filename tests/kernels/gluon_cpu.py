@@ -1,7 +1,8 @@
 """Runs Gluon kernels on a CPU: their Python text with torch tensors in place of Gluon's, one program after the other.
 
-Layouts are ignored, but for the swizzle of bulk copies of 128-byte lines; other shared memory is bytes in logical order. Copies land at
-once, but a wait for a barrier whose copies nobody has asked for, one that is armed twice and a page that does not exist are errors.
+Layouts are ignored, but for the swizzle of bulk copies of 128-byte lines and, where a `Launch` says so, of 16-bit tensors that products
+read; other shared memory is bytes in logical order. Copies land at once, but a wait for a barrier whose copies nobody has asked for, one
+that is armed twice and a page that does not exist are errors.
 """
 
 from __future__ import annotations
@@ -97,13 +98,24 @@ class Padded:
         self.pairs = pairs
 
 
+class Swizzled:
+    """A shared layout of 16-bit elements in lines of 128 bytes, whose 16-byte pieces are swizzled; wider rows are several tiles."""
+
+    def bases(self, rows: int, columns: int) -> list[list[int]]:
+        line = [[0, 1 << i] for i in range(6)] + [[1 << i, 8 << i if i < 3 else 0] for i in range(rows.bit_length() - 1)]
+        return line + [[0, 64 << i] for i in range((columns // 64).bit_length() - 1)]
+
+
 class Shared:
     """Bytes with a type and a shape."""
 
     def __init__(
         self, raw: torch.Tensor, dtype: torch.dtype, shape: list[int], order: Any = None, key: Any = None, bases: Any = None
     ) -> None:
-        self.raw, self.dtype, self.shape, self.order, self.key, self.bases = raw, dtype, list(shape), order, key, bases
+        self.raw, self.dtype, self.shape, self.order, self.key, self.layout = raw, dtype, list(shape), order, key, bases
+        self.bases = bases
+        if isinstance(bases, Swizzled):
+            self.bases = bases.bases(*shape) if len(shape) == 2 else None
 
     def view(self) -> torch.Tensor:
         if isinstance(self.bases, Padded):
@@ -134,7 +146,8 @@ class Shared:
 
     def index(self, i: Any) -> Shared:
         size = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
-        return Shared(self.raw[int(i) * size :], self.dtype, self.shape[1:], key=(id(self.raw), int(i)))
+        layout = self.layout if isinstance(self.layout, Swizzled) else None
+        return Shared(self.raw[int(i) * size :], self.dtype, self.shape[1:], key=(id(self.raw), int(i)), bases=layout)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         assert dim == 0
@@ -179,17 +192,28 @@ def inline_asm(text: str, constraints: str, args: list[Any], dtype: Any, is_pure
         return Tensor(x & 0x8E)
     if "0x0E0E0E0E" in text:
         return Tensor(((x >> 3) & 0x0E) | ((x << 7) & 0x80))
-    assert "e4m3x2" in text
-    # hi is FP16 rounded to four bits with integers
-    half = x.half()
-    hi = ((half.view(torch.int16).int() + 0x40) & 0xFF80).to(torch.int16).view(torch.float16)
-    lo = half - hi
-    code = lambda y: y.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)  # noqa: E731
-    return Tensor(code(hi)), Tensor(code(lo))
+    bits = lambda y: y.half().view(torch.int16).int() & 0xFFFF  # noqa: E731
+    if "cvt.rn.f16x2.f32" in text:
+        return Tensor(bits(x) | bits(args[1].v) << 16)
+    if "0x3F803F80" in text:
+        # bytes of E4M3 as FP16 times 2^-8, those of two tokens beside each other
+        t = (x.int() & 0xFFFF) | args[1].v.int() << 16
+        return Tensor(t << 7 & 0x3F803F80), Tensor(t >> 1 & 0x3F803F80)
+    assert "0x5431" in text
+    # hi is FP16 rounded to four bits with integers, lo what it lacks
+    word = torch.zeros_like(x)
+    for i in range(2):
+        half = lambda y: (y >> 16 * i).to(torch.int16).view(torch.float16)  # noqa: E731, B023
+        g = half(x) * half(args[1].v)
+        t = bits(g) + 0x40
+        rest = (g - (t & 0xFF80).to(torch.int16).view(torch.float16)) * 4096
+        lo = rest.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).int()
+        word |= (t >> 7 & 0xFF) << 8 * i | lo << 16 + 8 * i
+    return Tensor(word)
 
 
-def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_asm) -> dict[str, Any]:
-    """Stand-ins for `gl`, `tma`, `mbarrier` and the rest; `program` holds the id of the one that runs."""
+def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_asm, swizzled: bool = False) -> dict[str, Any]:
+    """Stand-ins for `gl`, `tma`, `mbarrier` and the rest; `program` holds the id of the one that runs; swizzled: 16-bit tensors are."""
     gl = types.SimpleNamespace()
     for name in ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32"):
         setattr(gl, name, getattr(torch, name))
@@ -199,6 +223,8 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     for name in ("NVMMASharedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout",
                  "DistributedLinearLayout"):
         setattr(gl, name, lambda *a: None)
+    if swizzled:
+        gl.NVMMASharedLayout = lambda width, bits, rank: Swizzled() if (width, bits, rank) == (128, 16, 2) else None
     gl.SharedLinearLayout = lambda bases: bases
     gl.PaddedSharedLayout = Padded
     gl.static_range = range
@@ -209,7 +235,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.thread_barrier = lambda: None
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(
         torch.full((torch.Size(shape).numel() * dtype.itemsize,), 0x7F, dtype=torch.uint8), dtype, shape,
-        bases=layout if isinstance(layout, list) else None)
+        bases=layout if isinstance(layout, list | Swizzled) else None)
     gl.arange = lambda a, b, layout: Tensor(torch.arange(a, b, dtype=torch.int32))
     gl.full = lambda shape, value, dtype, layout: Tensor(torch.full(shape, value, dtype=dtype))
     gl.zeros = lambda shape, dtype, layout: Tensor(torch.zeros(shape, dtype=dtype))
@@ -301,6 +327,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
         "tma": types.SimpleNamespace(async_copy_global_to_shared=copy),
         "mma_v2": mma_v2,
         "warpgroup_mma": mma,
+        "warpgroup_mma_init": lambda x: x,
         "warpgroup_mma_wait": lambda n, deps: deps[0] if len(deps) == 1 else tuple(deps),
         "fence_async_shared": lambda: None,
         "async_copy": types.SimpleNamespace(async_copy_global_to_shared=gather, commit_group=lambda: None, wait_group=lambda n: None),
@@ -309,11 +336,12 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
 
 class Launch:
     """`kernel[grid](...)` on the CPU; `paths` are the modules that the kernel and what it calls are in, `asm` stands for their assembly and
-    `names` for what they import.
+    `names` for what they import; swizzled: see `modules`.
     """
 
-    def __init__(self, name: str, *paths: str, asm: Callable[..., Any] = inline_asm, names: dict[str, Any] | None = None) -> None:
-        self.name, self.codes, self.asm, self.names = name, [], asm, names or {}
+    def __init__(self, name: str, *paths: str, asm: Callable[..., Any] = inline_asm, names: dict[str, Any] | None = None,
+                 swizzled: bool = False) -> None:
+        self.name, self.codes, self.asm, self.names, self.swizzled = name, [], asm, names or {}, swizzled
         for path in paths:
             tree = ast.parse(Path(path).read_text())
             mine = lambda x: not isinstance(x, ast.Import | ast.ImportFrom) or getattr(x, "module", "") == "__future__"  # noqa: E731
@@ -325,7 +353,7 @@ class Launch:
             for option in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion"):
                 kw.pop(option, None)
             program = [0]
-            space = modules(program, grid[0], self.asm) | self.names
+            space = modules(program, grid[0], self.asm, self.swizzled) | self.names
             for code in self.codes:
                 exec(code, space)
             for i in range(grid[0]):

@@ -96,8 +96,8 @@ def gluon(monkeypatch):
                 return Tensor(torch.tensor(self.base.data_ptr()) + self.at * self.base.itemsize)
             return pointer(self, dtype.dtype)
 
-        def modules(program, count, asm):
-            out = space(program, count, asm)
+        def modules(program, count, *rest):
+            out = space(program, count, *rest)
             gl, load, expand = out["gl"], out["gl"].load, out["gl"].expand_dims
             copy = out["async_copy"].async_copy_global_to_shared
             gl.load = lambda p, mask=None, other=0, cache_modifier="": load(p, mask, other)

@@ -22,7 +22,8 @@ BUDGET = {
     # half of the products and lookups again for pages that are coded anew, both halves by one text
     "encode_d64": {"instructions": 4800, "products": 96, "lookups": 202, "spills": 0},
     "encode_d128": {"instructions": 5300, "products": 96, "lookups": 202, "spills": 0},
-    "latent": {"instructions": 1230, "products": 200, "turns": 64, "barriers": 4, "spills": 0},
+    # both halves of a page; more waits would mean that products no longer run on
+    "latent": {"instructions": 2450, "products": 136, "waits": 10, "matrices": 68, "barriers": 8, "spills": 0},
     # a step of one group of warps: 64 columns
     "experts_gate_up": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
     "experts_down": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},

@@ -1,10 +1,10 @@
 """Decode attention over MLA pages in FP4 on Hopper, in Gluon: `general_latent.attend_latent`, with products laid out by hand.
 
-Bulk copies bring half a page (64 tokens) to one of PLACES in shared memory. What is decoded never goes there: four warps decode 32 tokens
-at a time, 128 channels each, to FP16 in registers, in pairs of tokens, which is an operand of the output's product (`mma.m16n8k16`: 16
-heads by 8 channels). Transposed within the warp, 8 by 8, by products with a unit matrix, the same registers are pairs of channels, an
-operand of the scores' product (16 tokens by 8 heads); what the warps have of a score is added up through shared memory. `serves` says for
-which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
+Bulk copies bring half a page (64 tokens) to one of two places in shared memory. Four warps decode it to FP16 in registers, which are an
+operand of the scores' product (64 tokens by 16 heads); low nibbles also go to a tile in shared memory, which the output's product (64
+channels by 16 heads) reads turned, while the next codes are decoded. High nibbles are decoded again, from codes read turned, as that
+product's operand in registers: half the channels each way, since either would fill a unit, the data pipe of shared memory or that of logic.
+`serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
 """
 
 from __future__ import annotations
@@ -14,25 +14,11 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
-from .fused_latent_steps import (
-    FLAT,
-    P_S,
-    PARTS,
-    QUERIES,
-    QUERY_R,
-    QUERY_RX,
-    TURN,
-    add_values,
-    prepare,
-    scores,
-    softmax,
-    unit_matrix,
-    write,
-)
+from .fused_latent_steps import FLAT, HEAD, HIGHS, LINES, MMA, PAIRS, QUERIES, SUMS, declare, prepare, step, write
 
 NONE = gl.constexpr(-1.0e30)
 CODES = gl.NVMMASharedLayout(128, 8, 5)
@@ -45,21 +31,17 @@ def _add(a, b):
 
 
 @gluon.jit
-def _expect(codes_bar, rope_bar, s, pred):
-    mbarrier.expect(codes_bar.index(s), 16384, pred=pred)
-    mbarrier.expect(rope_bar.index(s), 8192, pred=pred)
+def _ask(codes, rope, rec, half: gl.constexpr, codes_1, rope_1, codes_bar, rope_bar, ROPE_LINE: gl.constexpr, pred):
+    """Have half a record copied. A barrier for each copy: for one that they share the compiler would separate them."""
+    tma.async_copy_global_to_shared(codes, [rec, half * 2, 0, 0, 0], codes_bar, codes_1, pred=pred)
+    tma.async_copy_global_to_shared(rope, [rec, ROPE_LINE + half * 64, 0], rope_bar, rope_1, pred=pred)
 
 
 @gluon.jit
-def _ask(codes, rope, rec, half, codes_s, rope_s, codes_bar, rope_bar, s, ROPE_LINE: gl.constexpr, pred):
-    """Have half a record copied to place s. A barrier for each copy: for one that they share the compiler would separate them."""
-    tma.async_copy_global_to_shared(codes, [rec, half * 2, 0, 0, 0], codes_bar.index(s), codes_s.index(s), pred=pred)
-    tma.async_copy_global_to_shared(rope, [rec, ROPE_LINE + half * 64, 0], rope_bar.index(s), rope_s.index(s), pred=pred)
-
-
-@gluon.jit
-def _near(base, half, KS_AT: gl.constexpr, TRAILER_AT: gl.constexpr, BYTES: gl.constexpr):
+def _near(base, half: gl.constexpr, KS_AT: gl.constexpr, TRAILER_AT: gl.constexpr):
     """Scales of half a page, four in a word, [token, word], and the page's factor."""
+    BYTES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1]], [[0, 2], [1, 0], [2, 0], [4, 0], [8, 0]], [[16, 0], [32, 0]], [], [64, 4])
     t_T = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, BYTES))
     i_I = gl.arange(0, 4, gl.SliceLayout(0, BYTES))
     four = gl.load((base + KS_AT).to(gl.pointer_type(gl.int32)) + t_T[:, None] * 4 + i_I[None, :])
@@ -71,50 +53,53 @@ def attend_latent(
     codes, rope, q_ptr, pool_ptr, table_ptr, stored_ptr, k_mean_ptr, k_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width,
     scale_log2, k7, k8,
     BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_AT: gl.constexpr, ROPE_LINE: gl.constexpr,
-    TRAILER_AT: gl.constexpr, PLACES: gl.constexpr,
+    TRAILER_AT: gl.constexpr,
 ):
     """Partial attention over pages: latent 512, rotary 64, one query of R heads to N KV heads, 16 an item.
 
     A program writes slot `program + 2 item` of each item it meets; the one after an item's last is that of its FP16 tokens.
     """
     ITEMS: gl.constexpr = N * ((R + 15) // 16)
-    # [group of 64 channels, rows, columns]: a warp has groups of its own
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    X: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    R_MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
-    R_A: gl.constexpr = gl.DotOperandLayout(0, R_MMA, 2)
-    R_X: gl.constexpr = gl.DotOperandLayout(1, R_MMA, 2)
-    # scores of a warp's own heads, in all shares: [share, token, head]
-    SUM: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0]], [[0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 1], [0, 0, 2]], [[0, 0, 4], [0, 0, 8]], [],
-        [4, 32, 16])
-    S_L: gl.constexpr = gl.SliceLayout(0, SUM)
-    LANE: gl.constexpr = gl.DistributedLinearLayout([], [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], [[0, 4], [0, 8]], [], [8, 16])
-    HEAD: gl.constexpr = gl.SliceLayout(0, S_L)
-    ACC_H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
-    BYTES: gl.constexpr = gl.DistributedLinearLayout(
-        [[32, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [64, 4])
     FLATB: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    # [word, head, byte] of what a thread has of the output
+    OUT_LOW: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 1, 0], [0, 8, 0]], [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [],
+        [32, 16, 2])
+    OUT_HIGH: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 1, 0], [8, 0, 0], [0, 8, 0], [64, 0, 0]], [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [128, 16, 2])
 
     # FP16 tokens may take the places left over
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    declare()
 
-    codes_s = gl.allocate_shared_memory(gl.uint8, [PLACES, 1, 2, 2, 32, 128], CODES)
-    rope_s = gl.allocate_shared_memory(gl.float16, [PLACES, 1, 64, 64], ROPES)
-    codes_bar = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    rope_bar = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    q_s = gl.allocate_shared_memory(gl.float16, [4, 2048], FLAT)
-    part_s = gl.allocate_shared_memory(gl.float32, [4, 32, 16], PARTS)
-    turn_s = gl.allocate_shared_memory(gl.float32, [32, 16], TURN)
-    p_s = gl.allocate_shared_memory(gl.float16, [16, 32], P_S)
-    lo_s = gl.allocate_shared_memory(gl.float16, [2, 256], FLAT)
-    hi_s = gl.allocate_shared_memory(gl.float16, [2, 256], FLAT)
-    alpha_s = gl.allocate_shared_memory(gl.float32, [16], FLAT)
-    for i in gl.static_range(PLACES):
-        mbarrier.init(codes_bar.index(i), count=1)
-        mbarrier.init(rope_bar.index(i), count=1)
+    # allocations of their own, since the compiler separates with barriers what it finds in one
+    codes0_s = gl.allocate_shared_memory(gl.uint8, [1, 2, 2, 32, 128], CODES)
+    codes1_s = gl.allocate_shared_memory(gl.uint8, [1, 2, 2, 32, 128], CODES)
+    rope0_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], ROPES)
+    rope1_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], ROPES)
+    tile0_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], LINES)
+    tile1_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], LINES)
+    tile2_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], LINES)
+    tile3_s = gl.allocate_shared_memory(gl.float16, [1, 64, 64], LINES)
+    codes0_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    codes1_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    rope0_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    rope1_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    q_s = gl.allocate_shared_memory(gl.float16, [4, 16, 128], LINES)
+    qr_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], LINES)
+    mean_s = gl.allocate_shared_memory(gl.float32, [16], FLAT)
+    p_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], LINES)
+    pairs0_s = gl.allocate_shared_memory(gl.int32, [64, 8], PAIRS)
+    pairs1_s = gl.allocate_shared_memory(gl.int32, [64, 8], PAIRS)
+    high0_s = gl.allocate_shared_memory(gl.float16, [8, 64], HIGHS)
+    high1_s = gl.allocate_shared_memory(gl.float16, [8, 64], HIGHS)
+    tiles = (tile0_s, tile1_s, tile2_s, tile3_s)
+    mbarrier.init(codes0_bar, count=1)
+    mbarrier.init(codes1_bar, count=1)
+    mbarrier.init(rope0_bar, count=1)
+    mbarrier.init(rope1_bar, count=1)
 
     b_B = gl.arange(0, BP, FLATB)
     pages_B = gl.maximum((gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128, 1)
@@ -125,7 +110,6 @@ def attend_latent(
     program = gl.program_id(0)
     unit = program * share
     end = gl.minimum(unit + share, total)
-    stage = 0
     phase = 0
     while unit < end:
         b = gl.sum((ends_B <= unit).to(gl.int32), axis=0)
@@ -144,9 +128,8 @@ def attend_latent(
             gl.store(span_ptr + item * 2 + 1, slot + 2)
         stored = gl.load(stored_ptr + b)
         table = table_ptr + b * table_width
-        t0 = u0 * 2
-        t1 = gl.where(stored > 0, u1 * 2, t0)
-        last = gl.maximum(t1 - 1, t0)
+        u1 = gl.where(stored > 0, u1, u0)
+        last = gl.maximum(u1 - 1, u0)
         # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
         h_H = gl.arange(0, 16, gl.SliceLayout(1, QUERY))
         k_K = gl.arange(0, 256, gl.SliceLayout(0, QUERY))
@@ -166,18 +149,20 @@ def attend_latent(
         gain1_K = gl.load(gain_ptr + 256 + k_K)
         # what stands in a table behind a row's pages is no page
         page = gl.where(stored > 0, gl.load(table + u0), 0)
-        four, now = _near(pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES, 0, KS_AT, TRAILER_AT, BYTES)
-        near = gl.load(table + gl.minimum(t0 + 1, last) // 2)
+        base = pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES
+        four, now = _near(base, 0, KS_AT, TRAILER_AT)
+        other, _ = _near(base, 1, KS_AT, TRAILER_AT)
+        near = gl.where(stored > 0, gl.load(table + gl.minimum(u0 + 1, last)), 0)
+        some = u0 < u1
         # all warps have left the item before
         gl.thread_barrier()
-        for i in gl.static_range(PLACES):
-            _expect(codes_bar, rope_bar, (stage + i) % PLACES, t0 + i < t1)
+        mbarrier.expect(codes0_bar, 16384, pred=some)
+        mbarrier.expect(rope0_bar, 8192, pred=some)
+        mbarrier.expect(codes1_bar, 16384, pred=some)
+        mbarrier.expect(rope1_bar, 8192, pred=some)
         gl.thread_barrier()
-        for i in gl.static_range(PLACES):
-            page = gl.load(table + gl.minimum(t0 + i, last) // 2)
-            at = (stage + i) % PLACES
-            _ask(codes, rope, page * N + n, (t0 + i) % 2, codes_s, rope_s, codes_bar, rope_bar, at, ROPE_LINE, t0 + i < t1)
-        ahead = gl.load(table + gl.minimum(t0 + PLACES, last) // 2)
+        _ask(codes, rope, page * N + n, 0, codes0_s, rope0_s, codes0_bar, rope0_bar, ROPE_LINE, some)
+        _ask(codes, rope, page * N + n, 1, codes1_s, rope1_s, codes1_bar, rope1_bar, ROPE_LINE, some)
 
         # queries: a row's largest element becomes 256
         q0_HK = q0_HK.to(gl.float32)
@@ -192,72 +177,59 @@ def attend_latent(
         q0_HK = (q0_HK * norm_H[:, None]).to(gl.float16)
         q1_HK = (q1_HK * norm_H[:, None]).to(gl.float16)
         q_s._reinterpret(gl.float16, [16, 512], QUERIES).store(gl.reshape(gl.permute(gl.join(q0_HK, q1_HK), [0, 2, 1]), [16, 512]))
-        turned_s = part_s._reinterpret(gl.float16, [4, 1024], FLAT).index(0)
-        turned_s._reinterpret(gl.float16, [16, 64], QUERY_R).store((r_HO * norm_H[:, None]).to(gl.float16))
+        qr_s.index(0).store((r_HO * norm_H[:, None]).to(gl.float16))
         back_R = gl.convert_layout(amax_H * (scale_log2 / 256.0), HEAD)
-        mean_R = gl.convert_layout(mean_H * scale_log2, HEAD)
-        prepare(four, lo_s, hi_s)
-        gl.thread_barrier()
-        qr = turned_s._reinterpret(gl.float16, [64, 16], QUERY_RX).load(R_X)
+        mean_s.store(mean_H * scale_log2)
+        prepare(four, u0 * 128, stored, pairs0_s, high0_s)
+        fence_async_shared()
         gl.thread_barrier()
 
-        # registers of their own for each quarter of 8 by 8, so that products find them in a row
-        one_a, none_a = unit_matrix(k7)
-        one_b, none_b = unit_matrix(k8)
-        one = (one_a, none_a, none_b, one_b)
-        was = 1.0
+        # 1.0, as a number that the compiler does not know
+        factor = gl.minimum(stored, 0) + 0x3F800000
         m_R = gl.full([16], NONE, gl.float32, HEAD)
-        l_R = gl.zeros([8, 16], gl.float32, LANE)
-        acc0 = gl.zeros([8, 16, 16], gl.float32, MMA)
-        acc1 = gl.zeros([8, 16, 16], gl.float32, MMA)
-        acc2 = gl.zeros([8, 16, 16], gl.float32, MMA)
-        acc3 = gl.zeros([8, 16, 16], gl.float32, MMA)
-        for t in range(t0, t1):
-            s = stage
-            more = t + PLACES < t1
-            # of the tile to come
-            four, then = _near(pool_ptr + (near.to(gl.int64) * N + n) * PAGE_BYTES, (t + 1) % 2, KS_AT, TRAILER_AT, BYTES)
-            near = gl.load(table + gl.minimum(t + 2, last) // 2)
-            mbarrier.wait(codes_bar.index(s), phase)
-            mbarrier.wait(rope_bar.index(s), phase)
-            stage = (stage + 1) % PLACES
-            phase = gl.where(stage == 0, phase ^ 1, phase)
-            x0, x1, x2, x3 = scores(
-                codes_s.index(s), rope_s.index(s), 0, lo_s, hi_s, q_s, qr, k7, k8, part_s, turn_s, A, X, one, MMA, R_A, R_MMA)
-            gl.thread_barrier()
-            _expect(codes_bar, rope_bar, s, more)
-            m_R, l_R = softmax(t * 64, stored, now, was, back_R, mean_R, m_R, l_R, part_s, turn_s, p_s, alpha_s, SUM)
-            gl.thread_barrier()
-            acc0, acc1, acc2, acc3 = add_values(p_s, alpha_s, x0, x1, x2, x3, acc0, acc1, acc2, acc3, A, MMA)
-            x0, x1, x2, x3 = scores(
-                codes_s.index(s), rope_s.index(s), 1, lo_s, hi_s, q_s, qr, k7, k8, part_s, turn_s, A, X, one, MMA, R_A, R_MMA)
-            gl.thread_barrier()
+        l_TR = gl.zeros([4, 8, 16], gl.float32, SUMS)
+        acc0 = warpgroup_mma_init(gl.zeros([64, 16], gl.float32, MMA))
+        acc1 = warpgroup_mma_init(gl.zeros([64, 16], gl.float32, MMA))
+        acc2 = warpgroup_mma_init(gl.zeros([64, 16], gl.float32, MMA))
+        acc3 = warpgroup_mma_init(gl.zeros([64, 16], gl.float32, MMA))
+        acc4 = warpgroup_mma_init(gl.zeros([128, 16], gl.float32, MMA))
+        acc5 = warpgroup_mma_init(gl.zeros([128, 16], gl.float32, MMA))
+        for u in range(u0, u1):
+            more = u + 1 < u1
+            ahead = near
+            base = pool_ptr + (near.to(gl.int64) * N + n) * PAGE_BYTES
+            near = gl.load(table + gl.minimum(u + 2, last))
+            four, then = _near(base, 0, KS_AT, TRAILER_AT)
+            m_R, l_TR, factor, acc0, acc1, acc2, acc3, acc4, acc5 = step(
+                codes0_s, rope0_s, codes0_bar, rope0_bar, phase, pairs0_s, high0_s, pairs1_s, high1_s, q_s, qr_s, p_s, tiles, other, u * 2,
+                stored, now, factor, back_R, m_R, l_TR, acc0, acc1, acc2, acc3, acc4, acc5, k7, k8, more)
             # the place has been read
-            _ask(codes, rope, ahead * N + n, (t + PLACES) % 2, codes_s, rope_s, codes_bar, rope_bar, s, ROPE_LINE, more)
-            ahead = gl.load(table + gl.minimum(t + PLACES + 1, last) // 2)
-            prepare(four, lo_s, hi_s)
-            m_R, l_R = softmax(t * 64 + 32, stored, now, now, back_R, mean_R, m_R, l_R, part_s, turn_s, p_s, alpha_s, SUM)
-            was = now
+            _ask(codes, rope, ahead * N + n, 0, codes0_s, rope0_s, codes0_bar, rope0_bar, ROPE_LINE, more)
+            other, _ = _near(base, 1, KS_AT, TRAILER_AT)
+            m_R, l_TR, factor, acc0, acc1, acc2, acc3, acc4, acc5 = step(
+                codes1_s, rope1_s, codes1_bar, rope1_bar, phase, pairs1_s, high1_s, pairs0_s, high0_s, q_s, qr_s, p_s, tiles, four,
+                u * 2 + 1, stored, now, factor, back_R, m_R, l_TR, acc0, acc1, acc2, acc3, acc4, acc5, k7, k8, more)
+            _ask(codes, rope, ahead * N + n, 1, codes1_s, rope1_s, codes1_bar, rope1_bar, ROPE_LINE, more)
+            phase ^= 1
             now = then
-            gl.thread_barrier()
-            acc0, acc1, acc2, acc3 = add_values(p_s, alpha_s, x0, x1, x2, x3, acc0, acc1, acc2, acc3, A, MMA)
 
-        l_R = gl.convert_layout(gl.sum(l_R, axis=0), HEAD, assert_trivial=True) * 0.015625
-        gl.thread_barrier()
-        alpha_s.store(l_R)
-        gl.thread_barrier()
-        sums = alpha_s.load(ACC_H)
+        acc0, acc1, acc2, acc3, acc4, acc5 = warpgroup_mma_wait(0, [acc0, acc1, acc2, acc3, acc4, acc5])
+        l_R = gl.convert_layout(gl.sum(gl.sum(l_TR, axis=0), axis=0), HEAD) * 0.015625
+        m_R = m_R + mean_s.load(HEAD)
         r_R = gl.arange(0, 16, HEAD)
-        unit_1 = was * 2.0
+        unit_1 = factor.to(gl.float32, bitcast=True) * 256.0
         out = part_ptr + slot * 8192
-        write(out, mean_ptr, gain_ptr, gl.join(acc0, acc1), sums, unit_1)
-        write(out + 32, mean_ptr + 32, gain_ptr + 32, gl.join(acc2, acc3), sums, unit_1)
+        accs = (acc0, acc1, acc2, acc3)
+        for i in gl.static_range(4):
+            # rows are [half a group, byte, word of 8]
+            acc = gl.reshape(gl.permute(gl.reshape(accs[i], [4, 2, 8, 16]), [0, 2, 3, 1]), [32, 16, 2])
+            write(out + 128 * i, mean_ptr + 128 * i, gain_ptr + 128 * i, acc, l_R, unit_1, 32, OUT_LOW)
+        write(out + 32, mean_ptr + 32, gain_ptr + 32, gl.join(acc4, acc5), l_R, unit_1, 128, OUT_HIGH)
         gl.store(ml_ptr + (slot * 16 + r_R) * 2, m_R)
         gl.store(ml_ptr + (slot * 16 + r_R) * 2 + 1, l_R)
 
 
-PROGRAMS = 2  # of a multiprocessor: 255 registers a thread, 101 KB of shared memory
-PLACES = 3  # half pages on their way or being read
+PROGRAMS = 2  # of a multiprocessor: 255 registers a thread, 106 KB of shared memory
 
 
 def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -271,8 +243,7 @@ def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescripto
 def constants(layout: PageLayout) -> dict[str, int]:
     """What the kernel is compiled for, beside the shapes."""
     at = {k: v[0] for k, v in layout.offsets.items()}
-    return {"PAGE_BYTES": layout.page_bytes, "KS_AT": at["k_scales"], "ROPE_LINE": at["k_rope"] // 128, "TRAILER_AT": at["trailer"],
-            "PLACES": PLACES}
+    return {"PAGE_BYTES": layout.page_bytes, "KS_AT": at["k_scales"], "ROPE_LINE": at["k_rope"] // 128, "TRAILER_AT": at["trailer"]}
 
 
 def serves(layout: PageLayout, pool_PNb: torch.Tensor, queries: int, sliding: int, softcap: float) -> bool:

@@ -1,52 +1,78 @@
-"""What `fused_latent.attend_latent` does with 32 tokens, in Gluon: decoding, scores, softmax, output.
+"""What `fused_latent.attend_latent` does with 64 tokens, in Gluon: decoding, scores, softmax, output.
 
-Shared layouts are lists of bases: what element lies where each bit of an offset is set.
+Shared layouts are lists of bases: what element lies where each bit of an offset is set. A 16-bit word of codes has four: the low nibbles of
+its bytes, then the high ones. A group is 64 channels, 16 words; a quarter of the channels is two groups.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-# 16-bit words of codes [group of 64 channels, token, word], as a swizzled copy leaves them
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# words of codes as a swizzled copy leaves them, [token, group, word] and [group, word, token]
 WORDS = gl.constexpr(
     gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [0, 1, 8], [1, 2, 0], [2, 4, 0], [0, 8, 0], [0, 16, 0],
-         [4, 0, 0]])
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [1, 0, 8], [2, 1, 0], [4, 2, 0], [8, 0, 0], [16, 0, 0],
+         [0, 4, 0], [32, 0, 0]])
 )
-# rotary part [token, channel], likewise
-ROTARY = gl.constexpr(
-    gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32], [8, 0], [16, 0]])
+TURNED = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0], [0, 8, 1], [1, 0, 2], [2, 0, 4], [0, 0, 8], [0, 0, 16],
+         [4, 0, 0], [0, 0, 32]])
 )
-# queries [head, channel], and of one code of a word [group, word, head]
+# lines of 128 bytes, swizzled: queries [head, code of a word x group x word] of a quarter, and [head, channel] of all four
+LINES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 QUERIES = gl.constexpr(
     gl.SharedLinearLayout(
-        [[0, 2], [0, 4], [0, 8], [0, 16], [0, 64], [0, 128], [0, 256], [1, 16], [2, 64], [4, 128], [8, 0], [0, 1], [0, 32]])
+        [[0, 2], [0, 4], [0, 8], [0, 16], [0, 64], [0, 1], [1, 16], [2, 64], [4, 1], [8, 0], [0, 32], [0, 128], [0, 256]])
 )
-QUERY_X = gl.constexpr(
+# low nibbles of a quarter [token, half a group, byte of a word, word of 8]
+TILE = gl.constexpr(
     gl.SharedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [0, 8, 1], [1, 0, 2], [2, 0, 4], [0, 0, 8]])
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 1, 0], [2, 1, 0, 0], [4, 2, 0, 0],
+         [8, 0, 0, 0], [16, 0, 0, 0], [32, 0, 0, 0]])
 )
-# of the rotary part [head, channel], and turned
-QUERY_R = gl.constexpr(
-    gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32], [8, 0]])
+# scales: words of a group's two in FP16 [token, group], and FP16 of high nibbles [group, token]; no conflicts
+PAIRS = gl.constexpr(gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [1, 0], [2, 0], [4, 4], [8, 0], [16, 0], [32, 0]]))
+HIGHS = gl.constexpr(gl.SharedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 32], [0, 2], [0, 4], [1, 0], [2, 0], [4, 32]]))
+
+# accumulators [token or channel, head], and an operand in registers
+_MMA = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+MMA = gl.constexpr(_MMA)
+A = gl.constexpr(gl.DotOperandLayout(0, _MMA, 2))
+HEAD = gl.constexpr(gl.SliceLayout(0, _MMA))
+# words as such an operand has them: of all channels and of a quarter [token, group, word], and turned [group, word, token]
+_T = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+_W = [[16, 0, 0], [32, 0, 0]]
+X8 = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]], _T, _W, [], [64, 8, 16])
 )
-QUERY_RX = gl.constexpr(
-    gl.SharedLinearLayout([[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0], [8, 1], [16, 2], [32, 4], [0, 8]])
+_X2 = gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0]], _T, _W, [], [64, 2, 16])
+X2 = gl.constexpr(_X2)
+XT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32], [4, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]], [], [8, 16, 64])
 )
-# FP16 scales [group, token], of 32 tokens and of both 32: what a lane multiplies by lies together
-READY = gl.constexpr(gl.SharedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]))
-READY_64 = gl.constexpr(gl.SharedLinearLayout([[0, 1], [0, 8], [0, 16], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [0, 32]]))
-# scores of the latent [warp, token, head] and of the rotary part [token, head]: no conflicts for accumulators nor for `SUM`
-PARTS = gl.constexpr(
-    gl.SharedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 0, 1], [0, 8, 2], [0, 16, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0]])
+# a quarter's low nibbles in registers that matrices can be stored from
+LOW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [8, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 1, 0]],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]], [[16, 0, 0, 0], [32, 0, 0, 0]], [], [64, 4, 2, 8])
 )
-TURN = gl.constexpr(gl.SharedLinearLayout([[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [0, 1], [8, 2], [16, 4], [0, 8]]))
-P_S = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-FLAT2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# scales of a lane's two tokens [token, group], of a quarter
+SCALES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8])
+)
+SCALES_2 = gl.constexpr(gl.SliceLayout(2, _X2))
+# sums of p: [warp, lane's token, head]
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 8]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, 16])
+)
 
 
 @gluon.jit
@@ -55,142 +81,193 @@ def _exp2(x):
 
 
 @gluon.jit
-def _decode(x, k7, k8):
-    """Words of codes, int16, to FP16 times 2^-14: low nibble of byte 0, of byte 1, high nibble of byte 0, of byte 1.
+def _decode(x, lo, hi, k7, k8):
+    """Words of codes and their scales to FP16 times 2^-14: low nibble of byte 0, of byte 1, high nibble of byte 0, of byte 1.
 
     Shifts to the left are products with 2^7 and 2^8, which the compiler must not know: other units have those, and logic is scarce.
     """
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 a, b; and.b32 $3, $4, 0x8E008E00; mul.lo.u32 b, $4, $7; and.b32 $2, b, 0x8E008E00;
-        shr.u32 a, $4, 3; mul.lo.u32 b, $4, $5; and.b32 a, a, 0x0E0E0E0E; lop3.b32 a, b, 0x80808080, a, 0xEA;
-        and.b32 $1, a, 0xFF00FF00; prmt.b32 $0, a, 0, 0x2404; }""",
-        "=r,=r,=r,=r,r,r,r,r,r", [x, k7, k8], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
+        """{ .reg .b32 a, b, c, d, e; and.b32 c, $4, 0x8E008E00; mul.lo.u32 b, $4, $9; and.b32 d, b, 0x8E008E00;
+        shr.u32 a, $4, 3; mul.lo.u32 b, $4, $7; and.b32 a, a, 0x0E0E0E0E; lop3.b32 a, b, 0x80808080, a, 0xEA;
+        and.b32 b, a, 0xFF00FF00; prmt.b32 e, a, 0, 0x2404;
+        mul.rn.f16x2 $0, e, $5; mul.rn.f16x2 $1, b, $5; mul.rn.f16x2 $2, d, $6; mul.rn.f16x2 $3, c, $6; }""",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r", [x, lo, hi, k7, k8], dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2)
 
 
 @gluon.jit
-def _ready(word, i: gl.constexpr):
-    """A positive E4M3 as FP16, times 2^7; any byte gives a finite number."""
-    return ((word >> (8 * i) & 0x7F) << 7).to(gl.int16).to(gl.float16, bitcast=True) * 32768.0
-
-
-@gluon.jit
-def unit_matrix(k):
-    """Of a unit matrix of 8 by 8 in FP16 what a lane has of it, and zero; made of a number that the compiler must not know."""
+def _decode_high(x, hi, k8):
+    """The high nibbles alone."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 l, m, r; .reg .pred p; mov.u32 l, %laneid; add.u32 $1, l, $2; shr.u32 $1, $1, 20; and.b32 r, l, 3; shr.u32 m, l, 3;
-        setp.eq.u32 p, m, r; and.b32 m, l, 4; shl.b32 m, m, 2; shl.b32 m, 0x3C00, m; selp.b32 m, m, 0, p; or.b32 $0, m, $1; }""",
-        "=r,=r,r", [k], dtype=(gl.int32, gl.int32), is_pure=False, pack=1)
+        """{ .reg .b32 b, c, d; and.b32 c, $2, 0x8E008E00; mul.lo.u32 b, $2, $4; and.b32 d, b, 0x8E008E00;
+        mul.rn.f16x2 $0, d, $3; mul.rn.f16x2 $1, c, $3; }""",
+        "=r,=r,r,r,r,r", [x, hi, k8], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
 
 
 @gluon.jit
-def _turned(v, one, A: gl.constexpr):
-    """[group, token, word] in pairs of tokens, to pairs of words: a unit matrix times 16 tokens of 8 words. A product's result has rows in
-    lanes and columns in registers, where its operand has it the other way round."""
-    y = gl.inline_asm_elementwise(
-        "{ .reg .b32 z; mov.b32 z, 0; mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {$0, $1}, {$4, $8, $12, $16}, {$2, $3}, {z, z}; }",
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [v, one[0], one[1], one[2], one[3]], dtype=gl.float16, is_pure=True, pack=4)
-    y = gl.permute(gl.reshape(y, [8, 4, 8, 2, 8]), [0, 1, 4, 3, 2])
-    return gl.convert_layout(gl.reshape(y, [8, 32, 16]), A, assert_trivial=True)
+def _ready(four):
+    """Four E4M3 in a word as two words of FP16; exact, and so are products with codes times 2^-14."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [four], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
 @gluon.jit
-def prepare(four, lo_s, hi_s):
-    """Scales of 64 tokens, four in a word, ready to be multiplied by."""
-    lo_s._reinterpret(gl.float16, [8, 64], READY_64).permute([1, 0]).store(gl.reshape(gl.join(_ready(four, 0), _ready(four, 2)), [64, 8]))
-    hi_s._reinterpret(gl.float16, [8, 64], READY_64).permute([1, 0]).store(gl.reshape(gl.join(_ready(four, 1), _ready(four, 3)), [64, 8]))
+def _zero():
+    """Zero anew at each step: of addresses that it is added to nothing is kept in registers."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 y; mov.u32 y, %nctaid.y; sub.u32 $0, y, 1; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def halves(x, K: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
-    """[8, K, N] as the first and the last four groups: a warp has one of each."""
-    a, b = gl.split(gl.permute(gl.reshape(x, [2, 4, K, N]), [1, 2, 3, 0]))
-    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
+def declare():
+    """A register of the whole kernel, by which `_vote` makes a scalar of what a barrier says."""
+    gl.inline_asm_elementwise(".reg .b32 voted; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def scores(codes_1, rope_1, step: gl.constexpr, lo_s, hi_s, q_s, qr, k7, k8, part_s, turn_s, A: gl.constexpr, X: gl.constexpr,
-            one, MMA: gl.constexpr, R_A: gl.constexpr, R_MMA: gl.constexpr):
-    """Decode 32 tokens, [group, token, word] for each code of a word; their scores, as each warp has them, go to shared memory."""
-    words = codes_1._reinterpret(gl.int16, [2, 4096], FLAT).index(step)._reinterpret(gl.int16, [8, 32, 16], WORDS)
-    turned = rope_1._reinterpret(gl.float16, [2, 2048], FLAT).index(step)._reinterpret(gl.float16, [32, 64], ROTARY)
-    K_L: gl.constexpr = gl.SliceLayout(2, X)
-    x0, x1, x2, x3 = _decode(words.load(X), k7, k8)
-    lo = gl.expand_dims(lo_s.index(step)._reinterpret(gl.float16, [8, 32], READY).load(K_L), 2)
-    hi = gl.expand_dims(hi_s.index(step)._reinterpret(gl.float16, [8, 32], READY).load(K_L), 2)
-    x0 = x0 * lo
-    x1 = x1 * lo
-    x2 = x2 * hi
-    x3 = x3 * hi
-    part = gl.zeros([4, 32, 16], gl.float32, MMA)
+def _vote(p):
+    """A barrier that says whether any of p, 8 a thread, is above 2^14."""
+    gl.inline_asm_elementwise(
+        """{ .reg .f32 a, b, c, d; .reg .pred q; max.f32 a, $8, $9; max.f32 b, $10, $11; max.f32 c, $12, $13; max.f32 d, $14, $15;
+        max.f32 a, a, b; max.f32 c, c, d; max.f32 a, a, c; setp.gt.f32 q, a, 0f46800000; bar.red.or.pred q, 1, 128, q;
+        selp.b32 voted, 1, 0, q; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $4, 0; mov.b32 $5, 0; mov.b32 $6, 0;
+        mov.b32 $7, 0; }""",
+        "=r,=r,=r,=r,=r,=r,=r,=r,f,f,f,f,f,f,f,f", [p], dtype=gl.int32, is_pure=False, pack=8)
+    return gl.inline_asm_elementwise("mov.b32 $0, voted;", "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
+
+
+@gluon.jit
+def prepare(four, t, stored, pairs_s, high_s):
+    """Scales of the 64 tokens from t on to shared memory; those of no token are zero."""
+    t_T = t + gl.arange(0, 64, gl.SliceLayout(1, four.type.layout))
+    a, b = _ready(gl.where((t_T < stored)[:, None], four, 0))
+    both = gl.reshape(gl.join(a, b), [64, 8])
+    pairs_s.store(both)
+    high_s.permute([1, 0]).store((both >> 16).to(gl.int16).to(gl.float16, bitcast=True))
+
+
+@gluon.jit
+def _halves(x, N: gl.constexpr):
+    """Words [64, 2 N, 16] as the first and the last N groups."""
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, N, 16]), [0, 2, 3, 1]))
+
+
+@gluon.jit
+def _quarters(x):
+    """Scales [64, 8] of all groups as four quarters'."""
+    a, b = gl.split(gl.permute(gl.reshape(x, [64, 2, 4]), [0, 2, 1]))
+    a0, a1 = gl.split(gl.permute(gl.reshape(a, [64, 2, 2]), [0, 2, 1]))
+    b0, b1 = gl.split(gl.permute(gl.reshape(b, [64, 2, 2]), [0, 2, 1]))
+    return (gl.convert_layout(a0, SCALES_2, assert_trivial=True), gl.convert_layout(a1, SCALES_2, assert_trivial=True),
+            gl.convert_layout(b0, SCALES_2, assert_trivial=True), gl.convert_layout(b1, SCALES_2, assert_trivial=True))
+
+
+@gluon.jit
+def _over(x):
+    """A quarter's scales over the words of a group."""
+    y, _ = gl.broadcast(gl.expand_dims(x, 2), gl.zeros([64, 2, 16], gl.float16, X2))
+    return y
+
+
+@gluon.jit
+def _times_sums(l_TR, alpha_R):
+    """Sums of p times what each head has."""
+    alpha_R = gl.convert_layout(alpha_R, gl.SliceLayout(0, gl.SliceLayout(0, SUMS)), assert_trivial=True)
+    return l_TR * gl.expand_dims(gl.expand_dims(alpha_R, 0), 0)
+
+
+@gluon.jit
+def step(
+    codes_1, rope_1, codes_bar, rope_bar, phase, pairs_1, high_1, pairs_2, high_2, q_s, qr_s, p_s, tiles, four, t, stored, now, factor,
+    back_R, m_R, l_TR, acc0, acc1, acc2, acc3, acc4, acc5, k7, k8, more,
+):
+    """64 tokens from t 64 on: a place of codes and rotary parts, its barriers, scales of these and (to be written) of the next tokens.
+
+    m_R is the reference of the softmax, `factor` (its bits) what sums are in units of. Returns with products of the output on their way.
+    """
+    z = _zero()
+    pairs = pairs_1.load(SCALES)
+    lo = _quarters((pairs & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True))
+    hi = _quarters((pairs >> 16).to(gl.int16).to(gl.float16, bitcast=True))
+    mbarrier.wait(codes_bar, phase)
+    mbarrier.wait(rope_bar, phase)
+    xa, xb = _halves(codes_1._reinterpret(gl.int16, [64, 8, 16], WORDS).load(X8), 4)
+    x0, x1 = _halves(xa, 2)
+    x2, x3 = _halves(xb, 2)
     xs = (x0, x1, x2, x3)
-    for j in gl.static_range(4):
-        y0, y1 = halves(_turned(xs[j], one, A), 32, 16, A)
-        q0, q1 = halves(q_s.index(j)._reinterpret(gl.float16, [8, 16, 16], QUERY_X).load(X), 16, 16, X)
-        part = mma_v2(y0, q0, part)
-        part = mma_v2(y1, q1, part)
-    part_s.store(part)
-    turn_s.store(mma_v2(turned.load(R_A), qr, gl.zeros([32, 16], gl.float32, R_MMA)))
-    return x0, x1, x2, x3
-
-
-@gluon.jit
-def softmax(t, stored, now, was, back_R, mean_R, m_R, l_R, part_s, turn_s, p_s, alpha_s, SUM: gl.constexpr):
-    """p of tokens from t on, and what earlier sums are multiplied by, go to shared memory."""
-    S_L: gl.constexpr = gl.SliceLayout(0, SUM)
-    t_T = t + gl.arange(0, 32, gl.SliceLayout(1, S_L))
-    s_TR = gl.sum(part_s.load(SUM), axis=0) * (back_R * (now * 128.0))[None, :]
-    s_TR = s_TR + (turn_s.load(S_L) * back_R[None, :] + mean_R[None, :])
+    s_TR = gl.zeros([64, 16], gl.float32, MMA)
+    for i in gl.static_range(4):
+        y0, y1, y2, y3 = _decode(gl.convert_layout(xs[i], X2, assert_trivial=True), _over(lo[i]), _over(hi[i]), k7, k8)
+        if i == 0:
+            acc0, acc1, acc2, acc3, acc4, acc5 = warpgroup_mma_wait(0, [acc0, acc1, acc2, acc3, acc4, acc5])
+            # all warps have left tiles and p
+            gl.thread_barrier()
+        low = gl.permute(gl.reshape(gl.join(y0, y1), [64, 4, 8, 2]), [0, 1, 3, 2])
+        tiles[i].index(0)._reinterpret(gl.float16, [64, 4, 2, 8], TILE).store(gl.convert_layout(low, LOW))
+        y = gl.reshape(gl.permute(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [0, 3, 4, 1, 2]), [64, 128])
+        s_TR = warpgroup_mma(gl.convert_layout(y, A), q_s.index(i + z).permute([1, 0]), s_TR, use_acc=i > 0, is_async=True)
+        if i > 0:
+            # registers of the quarter before are wanted
+            s_TR = warpgroup_mma_wait(1, [s_TR])
+    prepare(four, t * 64 + 64, stored, pairs_2, high_2)
+    r_TR = warpgroup_mma(rope_1._reinterpret(gl.float16, [64, 64], LINES), qr_s.index(z).permute([1, 0]),
+                         gl.zeros([64, 16], gl.float32, MMA), use_acc=False, is_async=True)
+    xt = codes_1._reinterpret(gl.int16, [8, 16, 64], TURNED).load(XT)
+    ht, _ = gl.broadcast(gl.expand_dims(high_1.load(gl.SliceLayout(1, XT)), 1), gl.zeros([8, 16, 64], gl.float16, XT))
+    v2, v3 = _decode_high(xt, ht, k8)
+    s_TR, r_TR = warpgroup_mma_wait(0, [s_TR, r_TR])
+    t_T = t * 64 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    s_TR = s_TR * (back_R * (now * 16384.0))[None, :] + r_TR * back_R[None, :]
     s_TR = gl.where((t_T < stored)[:, None], s_TR, float("-inf"))
-    # the reference moves when it is left behind by 8 only, so that sums are seldom multiplied
-    most_R = gl.max(s_TR, axis=0)
-    new_R = gl.where(most_R > m_R + 8.0, most_R, m_R)
-    # accumulators are in units of the page's factor, a power of two
-    alpha_R = _exp2(m_R - new_R)
-    alpha_s.store(alpha_R * (was / now))
-    p_TR = _exp2(s_TR + (6.0 - new_R)[None, :])
-    p_s.permute([1, 0]).store(p_TR.to(gl.float16))
-    lane: gl.constexpr = l_R.type.layout
-    some = gl.convert_layout(gl.sum(gl.reshape(p_TR, [8, 4, 16]), axis=1), lane, assert_trivial=True)
-    alpha_L = gl.convert_layout(alpha_R, gl.SliceLayout(0, lane), assert_trivial=True)
-    return new_R, l_R * alpha_L[None, :] + some
-
-
-def _rescale_text() -> str:
-    """64 sums of a lane, of rows g and g + 8 in pairs, times $128 and $130 unless these are 1 in all lanes."""
-    head = "{ .reg .pred p, q; setp.ne.f32 p, $128, 0f3F800000; setp.ne.or.f32 p, $130, 0f3F800000, p; vote.sync.any.pred q, p, 0xFFFFFFFF;"
-    moves = " ".join(f"mov.f32 ${i}, ${64 + i};" for i in range(64))
-    return f"{head} {moves} @!q bra done; " + " ".join(f"mul.f32 ${i}, ${i}, ${128 + i % 4 // 2 * 2};" for i in range(64)) + " done: }"
-
-
-RESCALE = gl.constexpr(_rescale_text())
-RESCALE_AT = gl.constexpr(",".join(["=f"] * 64 + ["f"] * 80))
+    # factors are powers of two: a page's goes into the exponent of its p
+    bits = now.to(gl.int32, bitcast=True)
+    by = ((bits - factor) >> 23).to(gl.float32)
+    p_TR = _exp2(s_TR + (6.0 + by - m_R)[None, :])
+    p_s.index(0).permute([1, 0]).store(p_TR.to(gl.float16))
+    fence_async_shared()
+    # the reference moves when it is left behind by 8 or so, units when they are far from the factor
+    if _vote(p_TR) | (by > 3.0) | (by < -3.0):
+        most_R = gl.max(s_TR, axis=0)
+        new_R = gl.where(most_R > m_R + 8.0, most_R, m_R)
+        alpha_R = _exp2(m_R - new_R)
+        m_R = new_R
+        l_TR = _times_sums(l_TR, alpha_R)
+        alpha_R = alpha_R * _exp2(-by)
+        acc0 = acc0 * alpha_R[None, :]
+        acc1 = acc1 * alpha_R[None, :]
+        acc2 = acc2 * alpha_R[None, :]
+        acc3 = acc3 * alpha_R[None, :]
+        acc4 = acc4 * alpha_R[None, :]
+        acc5 = acc5 * alpha_R[None, :]
+        factor = bits
+        by = by * 0.0
+        p_TR = _exp2(s_TR + (6.0 - m_R)[None, :])
+        p_s.index(0).permute([1, 0]).store(p_TR.to(gl.float16))
+        fence_async_shared()
+    mbarrier.expect(codes_bar, 16384, pred=more)
+    mbarrier.expect(rope_bar, 8192, pred=more)
+    gl.thread_barrier()
+    p = p_s.index(z).permute([1, 0])
+    acc4 = warpgroup_mma(gl.convert_layout(gl.reshape(v2, [128, 64]), A, assert_trivial=True), p, acc4, is_async=True)
+    acc5 = warpgroup_mma(gl.convert_layout(gl.reshape(v3, [128, 64]), A, assert_trivial=True), p, acc5, is_async=True)
+    acc0 = warpgroup_mma(tiles[0].index(z).permute([1, 0]), p, acc0, is_async=True)
+    acc1 = warpgroup_mma(tiles[1].index(z).permute([1, 0]), p, acc1, is_async=True)
+    acc2 = warpgroup_mma(tiles[2].index(z).permute([1, 0]), p, acc2, is_async=True)
+    acc3 = warpgroup_mma(tiles[3].index(z).permute([1, 0]), p, acc3, is_async=True)
+    some = gl.convert_layout(gl.sum(gl.reshape(p_TR, [4, 2, 8, 16]), axis=1), SUMS, assert_trivial=True)
+    return m_R, l_TR + some * _exp2(-by), factor, acc0, acc1, acc2, acc3, acc4, acc5
 
 
 @gluon.jit
-def add_values(p_s, alpha_s, v0, v1, v2, v3, acc0, acc1, acc2, acc3, A: gl.constexpr, MMA: gl.constexpr):
-    p = gl.expand_dims(p_s.load(gl.SliceLayout(0, A)), 0)
-    p, _ = gl.broadcast(p, gl.zeros([8, 16, 32], gl.float16, A))
-    alpha = gl.expand_dims(gl.expand_dims(alpha_s.load(gl.SliceLayout(0, gl.SliceLayout(2, MMA))), 0), 2)
-    acc0, acc1, acc2, acc3 = gl.inline_asm_elementwise(
-        RESCALE, RESCALE_AT, [acc0, acc1, acc2, acc3, alpha], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=16)
-    acc0 = mma_v2(p, v0, acc0)
-    acc1 = mma_v2(p, v1, acc1)
-    acc2 = mma_v2(p, v2, acc2)
-    acc3 = mma_v2(p, v3, acc3)
-    return acc0, acc1, acc2, acc3
-
-
-@gluon.jit
-def write(out, mean_ptr, gain_ptr, acc, sums, unit_1):
-    """Sums of one plane, [group, head, word, byte], with gains and means."""
-    L: gl.constexpr = acc.type.layout
-    G_L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    W_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
-    B_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    H_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    ch = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 8, G_L) * 64, 1), 2), 3)
-    ch = ch + gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, W_L) * 2, 0), 1), 3)
-    ch = ch + gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, B_L), 0), 1), 2)
-    row = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 16, H_L) * 512, 0), 2), 3)
-    sums = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.convert_layout(sums, H_L), 0), 2), 3)
+def write(out, mean_ptr, gain_ptr, acc, sums, unit_1, N: gl.constexpr, L: gl.constexpr):
+    """Sums of two codes of N words, [word, head, byte], with gains and means."""
+    W_L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    H_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
+    B_L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
+    w = gl.arange(0, N, W_L)
+    ch = gl.expand_dims(gl.expand_dims(w // 16 * 64 + w % 16 * 2, 1), 2)
+    ch = ch + gl.expand_dims(gl.expand_dims(gl.arange(0, 2, B_L), 0), 1)
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, H_L) * 512, 0), 2)
+    sums = gl.expand_dims(gl.expand_dims(gl.convert_layout(sums, H_L), 0), 2)
+    acc = gl.convert_layout(acc, L, assert_trivial=True)
     gl.store(out + (ch + row), acc * (unit_1 / gl.load(gain_ptr + ch)) + sums * gl.load(mean_ptr + ch))
