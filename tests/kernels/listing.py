@@ -7,15 +7,39 @@ import re
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", re.M)
 
 
-def loops(code: str) -> list[list[str]]:
-    """Bodies of backward branches, shortest first."""
+def loops_at(code: str) -> list[list[tuple[int, str]]]:
+    """Bodies of backward branches, shortest first: (address, text) each."""
     lines = [(int(a, 16), text) for a, text in LINE.findall(code)]
     found = []
     for end, text in lines:
-        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-        if target and int(target[1], 16) < end:
-            found.append([t for a, t in lines if int(target[1], 16) <= a <= end])
+        target = branch(text)
+        if target is not None and target < end:
+            found.append([(a, t) for a, t in lines if target <= a <= end])
     return sorted(found, key=len)
+
+
+def loops(code: str) -> list[list[str]]:
+    """Bodies of backward branches, shortest first."""
+    return [[text for _, text in body] for body in loops_at(code)]
+
+
+def branch(text: str) -> int | None:
+    """Where an instruction jumps to."""
+    target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+    return int(target[1], 16) if target else None
+
+
+def common(body: list[tuple[int, str]]) -> list[str]:
+    """What of a loop is left when every branch that skips a part of it is taken."""
+    left, resume = [], 0
+    for at, text in body:
+        if at < resume:
+            continue
+        left.append(text)
+        target = branch(text)
+        if target is not None and at < target <= body[-1][0]:
+            resume = target
+    return left
 
 
 def unset_uniform(code: str) -> list[str]:

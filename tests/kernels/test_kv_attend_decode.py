@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ if not fused.GLUON:
     pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
 
 from moe_prefetch.kernels.kv_attend import fused_decode, fused_decode_steps
+from moe_prefetch.kernels.kv_attend.naive import attend_naive
+from moe_prefetch.kernels.kv_encode.records import encode_naive, runs_for
 from moe_prefetch.kernels.kv_query import fused_decode as query
-from moe_prefetch.kv.format import FORMATS, PageLayout
+from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 from .gluon_cpu import Launch
 from .test_kv_attend_fused import assert_law, case
@@ -38,16 +42,69 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
-@pytest.mark.parametrize("programs", [2, 5])
-def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "programs_on", lambda device, rows: programs)
     monkeypatch.setattr(fused, "DECODE", True)
     if not torch.cuda.is_available():
         paths = (x.__file__ for x in (query, fused_decode_steps, fused_decode))
         monkeypatch.setattr(fused_decode, "attend_decode", Launch("attend_decode", *paths))
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("programs", [2, 5])
+def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(programs, monkeypatch)
     args, kw = case(**CASES[what])
     assert_law(args, kw)
+
+
+def along_q(group: int, dim: int, bits: torch.Tensor, v: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """One head, all of whose queries see scores of about so many bits; FP16 tokens that nobody sees much of."""
+    args, kw = case("fp4-quality", dim, group, 0, [len(bits) + 36])
+    q, pool, table, book, layout = args[0], args[2], args[3], args[11], args[12]
+    q.copy_(q[:, :1].clone())
+    one = q[0, 0, 0] / q[0, 0, 0].norm()
+    k = bits.to(q.device)[:, None, None] * 0.6931 * dim**0.5 / q[0, 0, 0].norm() * one
+    runs = torch.tensor(runs_for(table[0].tolist(), 0, len(bits), 0), device=q.device)
+    encode_naive(pool, k, v.to(q.device), runs, book, layout)
+    for recent in args[6], args[8]:
+        recent.copy_(-20 * one)
+    return args, kw
+
+
+@pytest.mark.parametrize(("group", "dim"), [(4, 128), (8, 128), (8, 64)])
+@pytest.mark.parametrize("step", [1.0, 2.9, 3.1, 40.0, -40.0])
+def test_pages_ahead_of_their_reference(group: int, dim: int, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that grow by less and more than the margin from page to page, and that fall."""
+    use(1, monkeypatch)
+    bits = torch.randn(700) + torch.arange(700) // PAGE * step
+    args, kw = along_q(group, dim, bits - bits.max(), torch.randn(700, 1, dim))
+    assert_law(args, kw)
+
+
+def test_many_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token outweighs each other one by about 2^17, but its value is small: what the others weigh together shows.
+
+    Scores as far apart are an eighth of a bit off, as q is in two terms.
+    """
+    use(1, monkeypatch)
+    bits, v = torch.rand(1400) * 2 - 18, torch.full((1400, 1, 128), 500.0)
+    bits[0], v[:PAGE] = 0.0, torch.randn(PAGE, 1, 128)
+    args, kw = along_q(4, 128, bits, v)
+    out, want = fused.attend(*args, **kw)[0], attend_naive(*args, **kw)[0]
+    assert float((out - want).norm() / want.norm()) < 0.12
+
+
+def test_scores_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay with the head they are in, and nothing waits for a reference that there cannot be."""
+    use(2, monkeypatch)
+    args, kw = case("fp4-quality", 128, 4, 8, [700], heads=2)
+    want, _ = attend_naive(*args, **kw)
+    at, _ = args[12].offsets["k_outliers"]
+    args[2][args[3][0, 1], 0, at + 1 : at + 16 : 2] = 0x7E
+    out, lse = fused.attend(*args, **kw)
+    assert not bool(lse[:, :4].isfinite().any())
+    assert float((out[:, 4:] - want[:, 4:]).norm() / want[:, 4:].norm()) < 2.5e-3
 
 
 def test_takes_what_it_can() -> None:

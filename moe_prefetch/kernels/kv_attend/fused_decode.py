@@ -1,9 +1,10 @@
 """Decode attention over FP4 pages on Hopper, in Gluon: the arithmetic of `fused.attend_pages`, with copies and barriers laid out by hand.
 
 Bulk copies bring a record in two pieces to one of STAGES places in shared memory, asked for by one thread as soon as the page before there
-has been read (WHEN 0), behind its output (1) or behind the scores of the page after it (2). Three barriers a page: its arrival, the
-maximum, p. Columns of every MMA lie so that a lane keeps its rows from scores to p to output. `serves` says for which calls;
-tests/kernels/gluon_cpu.py runs this text on a CPU.
+has been read or, LATE, behind the scores of the page after it. The reference of the softmax moves only when a
+page leaves it behind by 2^MARGIN: p is made with the one there is, and the barrier behind it tells whether anybody wants another. Three
+barriers a page: p's, and two around the next copy. Columns of every MMA lie so that a lane keeps its rows from scores to p to output.
+`serves` says for which calls; tests/kernels/gluon_cpu.py runs this text on a CPU.
 """
 
 from __future__ import annotations
@@ -11,20 +12,16 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
 from ..kv_query.fused_decode import outlier_queries, queries, read, read_channels
-from .fused_decode_steps import by_row, exp2, hi_plane, lo_plane, outliers, own, scale, terms
+from .fused_decode_steps import by_row, exp2, hi_plane, lo_plane, outliers, outputs, products, put, scale, v_scales, values, weights
 
 NONE = gl.constexpr(-1.0e30)
+# bits that a weight may grow by before the reference moves; FP8 has so many less for it at first
+MARGIN = gl.constexpr(3.0)
 CODES = gl.NVMMASharedLayout(128, 8, 2)
 PLAIN = gl.NVMMASharedLayout(0, 32, 3)
 
@@ -56,36 +53,36 @@ def _ask(codes, tail, rec, codes_s, tail_s, codes_bar, tail_bar, s, D: gl.conste
 def attend_decode(
     codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, scale_log2,
     BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
-    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, WHEN: gl.constexpr,
+    LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
 ):
     """Partial attention over pages, one query of R heads an item: as `fused.attend_pages`, which says what goes in and out.
 
     `codes` and `tail` describe the pool to the copies (`sources`); a record is LINES of 128 bytes, TAIL of them behind the codes.
     """
     KG: gl.constexpr = D // 64
-    # columns of a plane's scores: (row, scale block); of p: (channel half, row, term)
-    QC: gl.constexpr = 2 * RP if D == 128 else 8
+    # columns of a plane's scores: of 4 rows (row, scale block), of 8 rows as `by_row` says, a block at a time; of p: (row, term)
+    PARTS: gl.constexpr = KG if RP == 8 else 1
     X: gl.constexpr = 2 * RP
     KB: gl.constexpr = D // 2
-    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QC, 32])
+    S_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
     O_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     V_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X, 32])
-    W_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KG * X, 32])
     K_A: gl.constexpr = gl.DotOperandLayout(0, S_MMA, 4)
-    W_A: gl.constexpr = gl.DotOperandLayout(0, W_MMA, 4)
+    V_A: gl.constexpr = gl.DotOperandLayout(0, V_MMA, 4)
     O_A: gl.constexpr = gl.DotOperandLayout(0, O_MMA, 2)
-    Q_S: gl.constexpr = gl.NVMMASharedLayout(KB, 8, 2)
+    Q_S: gl.constexpr = gl.NVMMASharedLayout(KB // PARTS, 8, 2)
     # rows of 64 bytes, and of 32, in the copy's lines of 128, whose 16-byte pieces are swizzled
     S64: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 0], [2, 16], [4, 32], [9, 0], [16, 0], [32, 0]]
     S32: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0], [64, 0]]
-    V_S: gl.constexpr = gl.SharedLinearLayout(S64 + [[64, 0]] if D == 128 else S64)
-    K_S: gl.constexpr = V_S if D == 128 else gl.SharedLinearLayout(S32)
+    V_S: gl.constexpr = gl.SharedLinearLayout(S64)
+    K_S: gl.constexpr = gl.SharedLinearLayout(S64 + [[64, 0]] if D == 128 else S32)
     # every warp has the lengths of all sequences
     ROW: gl.constexpr = gl.BlockedLayout([BP // 32 if BP > 32 else 1], [32], [4], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     MAX_L: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [2, 0]] if RP == 4 else [[1, 0], [2, 0], [0, 4]], [[0, 1], [0, 2], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, RP])
+    FOUR: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [4])
     TWO: gl.constexpr = gl.DistributedLinearLayout([[1]], [[0], [0], [0], [0], [0]], [[0], [0]], [], [2])
     P_S: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     # launched while the kernel in front may still end; the next one may take the places of programs that have ended
@@ -94,14 +91,17 @@ def attend_decode(
 
     codes_s = gl.allocate_shared_memory(gl.uint8, [STAGES, D, 128], CODES)
     tail_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1, TAIL, 32], PLAIN)
-    q0_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
-    q1_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
-    q2_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
-    q3_s = gl.allocate_shared_memory(gl.float8e4nv, [QC, KB], Q_S)
+    q0_s = gl.allocate_shared_memory(gl.float8e4nv, [PARTS, 8, KB // PARTS], Q_S)
+    q1_s = gl.allocate_shared_memory(gl.float8e4nv, [PARTS, 8, KB // PARTS], Q_S)
+    q2_s = gl.allocate_shared_memory(gl.float8e4nv, [PARTS, 8, KB // PARTS], Q_S)
+    q3_s = gl.allocate_shared_memory(gl.float8e4nv, [PARTS, 8, KB // PARTS], Q_S)
     qo_s = gl.allocate_shared_memory(gl.float16, [8, 16], gl.NVMMASharedLayout(32, 16, 2))
-    p0_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
-    p1_s = gl.allocate_shared_memory(gl.float8e4nv, [KG * X, 64], P_S)
+    p0_s = gl.allocate_shared_memory(gl.float8e4nv, [X, 64], P_S)
+    p1_s = gl.allocate_shared_memory(gl.float8e4nv, [X, 64], P_S)
+    p2_s = gl.allocate_shared_memory(gl.float8e4nv, [X, 64], P_S)
+    p3_s = gl.allocate_shared_memory(gl.float8e4nv, [X, 64], P_S)
     max_s = gl.allocate_shared_memory(gl.float32, [4, RP], FLAT2)
+    again_s = gl.allocate_shared_memory(gl.int32, [4], FLAT)
     codes_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     tail_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -135,8 +135,8 @@ def attend_decode(
         stored = gl.load(stored_ptr + b)
         first = gl.load(table + t0)
         second = gl.load(table + gl.minimum(t0 + 1, t1 - 1))
-        page = second if WHEN == 2 else gl.load(table + gl.minimum(t0 + 2, t1 - 1))
-        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D, QC)
+        page = second if LATE else gl.load(table + gl.minimum(t0 + 2, t1 - 1))
+        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D)
         if OUT > 0:
             channels_O = read_channels(channels_ptr + n * OUT, OUT)
         gl.thread_barrier()
@@ -144,13 +144,13 @@ def attend_decode(
         _expect(codes_bar, tail_bar, 1 - stage, D, TAIL, t0 + 1 < t1)
         gl.thread_barrier()
         _ask(codes, tail, first * N + n, codes_s, tail_s, codes_bar, tail_bar, stage, D, LINES, True)
-        if WHEN < 2:
+        if not LATE:
             _ask(codes, tail, second * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - stage, D, LINES, t0 + 1 < t1)
         if t0 == 0:
             gl.store(span_ptr + item * 2, slot)
         if t1 == units:
             gl.store(span_ptr + item * 2 + 1, slot + 1)
-        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s)
+        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS)
         if OUT > 0:
             outlier_queries(q_ptr + item * R * D, channels_O, scale_log2, qo_s, R, RP, D)
         fence_async_shared()
@@ -164,8 +164,9 @@ def attend_decode(
         R_L: gl.constexpr = gl.SliceLayout(0, S_L)
         VN_L: gl.constexpr = gl.SliceLayout(0, V_MMA)
         t_T = gl.arange(0, 128, T_L)
-        m_R = gl.full([RP], NONE, gl.float32, R_L)
-        v_was_R = gl.full([RP], 1.0, gl.float32, R_L)
+        # what is added to a score before its power is taken: the margin and the reference, negative
+        add_R = gl.full([RP], 0.0 - MARGIN - NONE, gl.float32, R_L)
+        v_was_X = gl.full([X], 1.0, gl.float32, VN_L)
         L_L: gl.constexpr = gl.DistributedLinearLayout(
             [] if RP == 4 else [[0, 0, 4]], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 8, RP])
         l_WR = gl.zeros([4, 8, RP], gl.float32, L_L)
@@ -184,95 +185,107 @@ def attend_decode(
             else:
                 ks_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(0).load(T_L).to(gl.int32)
             tr = tail_1._reinterpret(gl.float32, [TAIL * 16, 2], FLAT).index(LINES * 16 - D * 16 - 16).load(TWO)
-            zero_S = gl.zeros([128, QC], gl.float32, S_MMA)
             if OUT > 0:
                 ko = gl.convert_layout(outliers(tail_1, D, OUT, TAIL), O_A)
                 s_o = warpgroup_mma(ko, qo_s.permute([1, 0]), gl.zeros([128, 8], gl.float32, O_MMA), use_acc=False, is_async=True)
-            k_lo = lo_plane(k)
-            s_lo = warpgroup_mma(k_lo, q0_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
-            s_lo = warpgroup_mma(k_lo, q1_s.permute([1, 0]), s_lo, is_async=True)
-            if OUT > 0:
-                # registers of its operand are wanted
-                s_o = warpgroup_mma_wait(2, [s_o])
-            k_hi = hi_plane(k)
-            s_hi = warpgroup_mma(k_hi, q2_s.permute([1, 0]), zero_S, use_acc=False, is_async=True)
-            s_hi = warpgroup_mma(k_hi, q3_s.permute([1, 0]), s_hi, is_async=True)
-            s_lo, s_hi = warpgroup_mma_wait(0, [s_lo, s_hi])
+            if PARTS == 2:
+                ka, kb = gl.split(gl.permute(gl.reshape(k, [128, 2, 32]), [0, 2, 1]))
+                ka = gl.convert_layout(ka, K_A)
+                kb = gl.convert_layout(kb, K_A)
+                s0 = products(lo_plane(ka), q0_s, q1_s, 0, S_MMA)
+                s2 = products(lo_plane(kb), q0_s, q1_s, 1, S_MMA)
+                if OUT > 0:
+                    # registers of its operand are wanted
+                    s_o = warpgroup_mma_wait(4, [s_o])
+                s1 = products(hi_plane(ka), q2_s, q3_s, 0, S_MMA)
+                s3 = products(hi_plane(kb), q2_s, q3_s, 1, S_MMA)
+                s0, s1, s2, s3 = warpgroup_mma_wait(0, [s0, s1, s2, s3])
+                s2 = gl.convert_layout(by_row(s2, RP), S_L)
+                s3 = gl.convert_layout(by_row(s3, RP), S_L)
+            else:
+                s0 = products(lo_plane(k), q0_s, q1_s, 0, S_MMA)
+                if OUT > 0:
+                    s_o = warpgroup_mma_wait(2, [s_o])
+                s1 = products(hi_plane(k), q2_s, q3_s, 0, S_MMA)
+                s0, s1 = warpgroup_mma_wait(0, [s0, s1])
+                if D == 128:
+                    _, s2 = gl.split(gl.reshape(s0, [128, RP, 2]))
+                    _, s3 = gl.split(gl.reshape(s1, [128, RP, 2]))
+                    s2 = gl.convert_layout(s2, S_L)
+                    s3 = gl.convert_layout(s3, S_L)
+            s0 = gl.convert_layout(by_row(s0, RP), S_L)
+            s1 = gl.convert_layout(by_row(s1, RP), S_L)
             unit_1, v_now_1 = gl.split(gl.reshape(tr, [1, 2]))
             unit_R = gl.minimum(gl.convert_layout(unit_1, R_L) * back * 1.329227995784916e36, 3.0e38)
-            v_now_R = gl.maximum(gl.convert_layout(v_now_1, R_L), gl.full([RP], 8.271806125530277e-25, gl.float32, R_L))
+            v_now_X = gl.maximum(gl.convert_layout(v_now_1, VN_L), gl.full([X], 8.271806125530277e-25, gl.float32, VN_L))
+            s_TR = s0 * scale(ks_T, 0)[:, None] + s1 * scale(ks_T, 1)[:, None]
             if D == 128:
-                s0, s2 = gl.split(gl.reshape(s_lo, [128, RP, 2]))
-                s1, s3 = gl.split(gl.reshape(s_hi, [128, RP, 2]))
-            else:
-                s0 = by_row(s_lo, RP)
-                s1 = by_row(s_hi, RP)
-            s_TR = gl.convert_layout(s0, S_L) * scale(ks_T, 0)[:, None] + gl.convert_layout(s1, S_L) * scale(ks_T, 1)[:, None]
-            if D == 128:
-                s_TR = s_TR + gl.convert_layout(s2, S_L) * scale(ks_T, 2)[:, None]
-                s_TR = s_TR + gl.convert_layout(s3, S_L) * scale(ks_T, 3)[:, None]
+                s_TR = s_TR + s2 * scale(ks_T, 2)[:, None]
+                s_TR = s_TR + s3 * scale(ks_T, 3)[:, None]
             s_TR = s_TR * unit_R[None, :]
             if OUT > 0:
                 s_TR = s_TR + gl.convert_layout(by_row(s_o, RP), S_L)
-            s_TR = gl.where((t * 128 + t_T < stored)[:, None], s_TR, float("-inf"))
-            # maximum: of a warp, then of all
-            w_WR = gl.max(gl.max(gl.max(gl.reshape(s_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), axis=1)
-            max_s.store(w_WR)
-            new_R = gl.convert_layout(gl.max(max_s.load(MAX_L), axis=0), R_L)
-            if WHEN == 2:
+            vs_T = v_scales(tail_1, T_L, D, TAIL)
+            more = t + STAGES < t1
+            if LATE:
                 # every warp has read the page before
+                gl.thread_barrier()
                 _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - s, D, LINES, t + 1 < t1)
                 page = gl.load(table + gl.minimum(t + 2, t1 - 1))
-            more = t + STAGES < t1
-            _expect(codes_bar, tail_bar, s, D, TAIL, more)
-            new_R = gl.maximum(m_R, new_R)
-            alpha_R = exp2(m_R - new_R)
-            m_R = new_R
-            acc_R = alpha_R * (v_was_R * (0x7F000000 - v_now_R.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True))
-            v_was_R = v_now_R
-            p_TR = exp2(s_TR + (120.0 - new_R)[None, :])
-            p_WR = gl.convert_layout(gl.sum(gl.sum(gl.reshape(p_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), L_L)
-            alpha_L = gl.convert_layout(alpha_R, gl.SliceLayout(0, gl.SliceLayout(0, L_L)))
-            l_WR = l_WR * gl.expand_dims(gl.expand_dims(alpha_L, 0), 0) + p_WR * 7.523163845262640e-37
-            if D == 128:
-                vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(2).load(T_L).to(gl.int32)
-            else:
-                vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(2).load(T_L).to(gl.int32)
-            hi0, lo0 = terms(p_TR * scale(vs_T, 0)[:, None], RP)
-            if D == 128:
-                hi1, lo1 = terms(p_TR * scale(vs_T, 1)[:, None], RP)
-                p = gl.join(gl.reshape(gl.join(hi0, lo0), [2, 64, X]), gl.reshape(gl.join(hi1, lo1), [2, 64, X]))
-                p = gl.reshape(gl.permute(p, [0, 1, 3, 2]), [2, 64, 2 * X])
-            else:
-                p = gl.reshape(gl.join(hi0, lo0), [2, 64, X])
-            p0, p1 = gl.split(gl.permute(p, [1, 2, 0]))
-            p0_s.permute([1, 0]).store(p0.to(gl.float8e4nv, bitcast=True))
-            p1_s.permute([1, 0]).store(p1.to(gl.float8e4nv, bitcast=True))
-            v = codes_s.index(s).slice(D // 2, D // 2, dim=0)._reinterpret(gl.uint8, [D, 64], V_S).load(W_A)
+                _expect(codes_bar, tail_bar, s, D, TAIL, more)
+            # weights by the reference there is; whether one is too large for it, or is not there, is known when all warps have theirs
+            p_TR, p_WR = weights(s_TR, add_R, L_L, RP)
+            put(p_TR, vs_T, p0_s, p1_s, p2_s, p3_s, RP, D)
+            again_WR = gl.where(p_WR > 1.0, 1, gl.where((t + 1) * 128 > stored, 1, 0))
+            again_s.store(gl.convert_layout(gl.max(gl.reshape(again_WR, [4, 8 * RP]), axis=1), gl.SliceLayout(1, gl.SliceLayout(2, L_L))))
+            acc_X = v_was_X * (0x7F000000 - v_now_X.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+            v_was_X = v_now_X
+            if not LATE:
+                va = values(codes_s.index(s), 0, D, V_S, V_A)
+                if D == 128:
+                    vb = values(codes_s.index(s), 1, D, V_S, V_A)
             fence_async_shared()
-            v_lo = lo_plane(v)
-            v_hi = hi_plane(v)
-            o = warpgroup_mma(v_lo, p0_s.permute([1, 0]), gl.zeros([D, KG * X], gl.float32, W_MMA), use_acc=False, is_async=True)
-            o = warpgroup_mma(v_hi, p1_s.permute([1, 0]), o, is_async=True)
-            if WHEN == 0:
+            if not LATE:
+                _expect(codes_bar, tail_bar, s, D, TAIL, more)
+            if gl.max(again_s.load(FOUR), axis=0) != 0:
+                s_TR = gl.where((t * 128 + t_T < stored)[:, None], s_TR, float("-inf"))
+                # maximum: of a warp, then of all
+                max_s.store(gl.max(gl.max(gl.max(gl.reshape(s_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), axis=1))
+                m_R = 0.0 - MARGIN - add_R
+                new_R = gl.maximum(m_R, gl.convert_layout(gl.max(max_s.load(MAX_L), axis=0), R_L))
+                add_R = 0.0 - MARGIN - new_R
+                alpha_R = exp2(m_R - new_R)
+                alpha_L = gl.convert_layout(alpha_R, gl.SliceLayout(0, gl.SliceLayout(0, L_L)))
+                alpha_X = gl.convert_layout(gl.reshape(gl.join(alpha_R, alpha_R), [X]), VN_L)
+                l_WR = l_WR * gl.expand_dims(gl.expand_dims(alpha_L, 0), 0)
+                acc0 = acc0 * alpha_X[None, :]
+                acc1 = acc1 * alpha_X[None, :]
+                p_TR, p_WR = weights(s_TR, add_R, L_L, RP)
+                put(p_TR, v_scales(tail_1, T_L, D, TAIL), p0_s, p1_s, p2_s, p3_s, RP, D)
+                fence_async_shared()
+                gl.thread_barrier()
+            l_WR = l_WR + p_WR
+            if LATE:
+                va = values(codes_s.index(s), 0, D, V_S, V_A)
+                if D == 128:
+                    vb = values(codes_s.index(s), 1, D, V_S, V_A)
+            o0 = outputs(va, p0_s, p1_s, V_MMA, X)
+            if D == 128:
+                o1 = outputs(vb, p2_s, p3_s, V_MMA, X)
+            if not LATE:
                 # every warp has read its part of this page, since P is complete: the one after next may come
                 _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
                 page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
-            alpha_X = gl.convert_layout(gl.reshape(gl.join(acc_R, acc_R), [X]), VN_L)
-            o = warpgroup_mma_wait(0, [o])
             if D == 128:
-                o0, o1 = own(o, V_MMA, X)
-                acc0 = acc0 * alpha_X[None, :] + o0
-                acc1 = acc1 * alpha_X[None, :] + o1
+                o0, o1 = warpgroup_mma_wait(0, [o0, o1])
+                acc1 = acc1 * acc_X[None, :] + o1
             else:
-                acc0 = acc0 * alpha_X[None, :] + o
-            if WHEN == 1:
-                _ask(codes, tail, page * N + n, codes_s, tail_s, codes_bar, tail_bar, s, D, LINES, more)
-                page = gl.load(table + gl.minimum(t + STAGES + 1, t1 - 1))
+                o0 = warpgroup_mma_wait(0, [o0])
+            acc0 = acc0 * acc_X[None, :] + o0
 
-        out_R = v_was_R * 16384.0
         part = part_ptr + slot * R * D
-        out_X = gl.convert_layout(gl.reshape(gl.join(out_R, out_R), [X]), VN_L)
+        # lo is held 16 times as large
+        out_X = v_was_X * gl.where(gl.arange(0, X, VN_L) % 2 == 0, 16384.0 * 2.0**MARGIN, 1024.0 * 2.0**MARGIN)
         acc0 = gl.sum(gl.reshape(acc0 * out_X[None, :], [64, RP, 2]), axis=2)
         A_L: gl.constexpr = acc0.type.layout
         r_R = gl.arange(0, RP, gl.SliceLayout(0, A_L))
@@ -282,16 +295,16 @@ def attend_decode(
         if D == 128:
             gl.store(at + 64, gl.sum(gl.reshape(acc1 * out_X[None, :], [64, RP, 2]), axis=2), mask=(r_R < R)[None, :])
         r_M = gl.arange(0, RP, R_L)
-        gl.store(ml_ptr + (slot * R + r_M) * 2, m_R, mask=r_M < R)
-        l_R = gl.sum(gl.sum(l_WR, axis=1), axis=0)
+        gl.store(ml_ptr + (slot * R + r_M) * 2, 0.0 - MARGIN - add_R, mask=r_M < R)
+        l_R = gl.sum(gl.sum(l_WR, axis=1), axis=0) * 2.0**MARGIN
         r_L = gl.arange(0, RP, l_R.type.layout)
         gl.store(ml_ptr + (slot * R + r_L) * 2 + 1, l_R, mask=r_L < R)
 
 
-# Head dim and query rows: programs on a multiprocessor, with so many registers a thread; when a program asks for a page (see above). What
-# is asked for early waits in line: with more than 100 KB a multiprocessor some programs get less than others, and end late.
+# Head dim and query rows: programs on a multiprocessor, with so many registers a thread; whether a program asks for pages late (above).
+# What is asked for early waits in line: with more than 100 KB a multiprocessor some programs get less than others, and end late.
 FIT = {(128, 4): (4, 128), (128, 8): (3, 168), (64, 4): (4, 128), (64, 8): (4, 128)}
-WHEN = {(128, 4): 2, (128, 8): 1, (64, 4): 0, (64, 8): 0}
+LATE = {(128, 4): True, (128, 8): False, (64, 4): False, (64, 8): False}
 STAGES = 2  # pages on their way or being read
 
 
@@ -317,4 +330,4 @@ def _tail(layout: PageLayout) -> int:
 
 def constants(layout: PageLayout, rows: int) -> dict[str, int]:
     """What the kernel is compiled for, beside the shapes."""
-    return {"LINES": layout.page_bytes // 128, "TAIL": _tail(layout), "STAGES": STAGES, "WHEN": WHEN[layout.k_dim, rows]}
+    return {"LINES": layout.page_bytes // 128, "TAIL": _tail(layout), "STAGES": STAGES, "LATE": LATE[layout.k_dim, rows]}

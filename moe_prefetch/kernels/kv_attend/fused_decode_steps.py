@@ -1,9 +1,10 @@
-"""What `fused_decode.attend_decode` does with a page in registers, in Gluon: codes to FP8, scales, terms of p, outliers, columns' order."""
+"""What `fused_decode.attend_decode` does with a page, in Gluon: codes to FP8, scales, products, weights as two terms, outliers."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.jit
@@ -31,19 +32,6 @@ def scale(word, i: gl.constexpr):
 
 
 @gluon.jit
-def terms(p_TR, R: gl.constexpr):
-    """p as E4M3 hi, lo: uint8 [2 planes, 64 tokens in the order of tau, R] each."""
-    a, b = gl.split(gl.permute(gl.reshape(p_TR, [2, 4, 2, 8, R]), [0, 1, 3, 4, 2]))
-    x = gl.join(a, b)
-    hi, lo = gl.inline_asm_elementwise(
-        """{ .reg .b32 e, g;
-        cvt.rn.f16x2.f32 g, $3, $2; add.u32 e, g, 0x00400040; and.b32 e, e, 0xFF80FF80; sub.rn.f16x2 g, g, e;
-        cvt.rn.satfinite.e4m3x2.f16x2 $0, e; cvt.rn.satfinite.e4m3x2.f16x2 $1, g; }""",
-        "=h,=h,f,f", [x], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=2)
-    return gl.reshape(gl.permute(hi, [0, 1, 2, 4, 3]), [2, 64, R]), gl.reshape(gl.permute(lo, [0, 1, 2, 4, 3]), [2, 64, R])
-
-
-@gluon.jit
 def by_row(x, RP: gl.constexpr):
     """[128, 8] with columns as lanes hold them, to [128, RP]: 4 rows have every second column, of 8 rows r has 2 (r % 4) + r // 4."""
     if RP == 4:
@@ -54,12 +42,86 @@ def by_row(x, RP: gl.constexpr):
 
 
 @gluon.jit
-def own(o, V_MMA: gl.constexpr, X: gl.constexpr):
-    """Of [128 channels, 2 X] what the two halves have in their own columns: [64, X] each."""
-    a, b = gl.split(gl.permute(gl.reshape(o, [2, 64, 2, X]), [1, 3, 0, 2]))
-    a0, _ = gl.split(a)
-    _, b1 = gl.split(b)
-    return gl.convert_layout(a0, V_MMA), gl.convert_layout(b1, V_MMA)
+def products(k, q0_s, q1_s, part: gl.constexpr, S_MMA: gl.constexpr):
+    """Codes [128 tokens, channels] times both terms of q, in flight."""
+    s = warpgroup_mma(k, q0_s.index(part).permute([1, 0]), gl.zeros([128, 8], gl.float32, S_MMA), use_acc=False, is_async=True)
+    return warpgroup_mma(k, q1_s.index(part).permute([1, 0]), s, is_async=True)
+
+
+@gluon.jit
+def outputs(v, p0_s, p1_s, V_MMA: gl.constexpr, X: gl.constexpr):
+    """Codes [64 channels, tokens] times what `put` left for them, in flight."""
+    o = warpgroup_mma(lo_plane(v), p0_s.permute([1, 0]), gl.zeros([64, X], gl.float32, V_MMA), use_acc=False, is_async=True)
+    return warpgroup_mma(hi_plane(v), p1_s.permute([1, 0]), o, is_async=True)
+
+
+@gluon.jit
+def values(codes_1, half: gl.constexpr, D: gl.constexpr, V_S: gl.constexpr, V_A: gl.constexpr):
+    """Codes of V, of 64 channels."""
+    return codes_1.slice(D // 2 + 32 * half, 32, dim=0)._reinterpret(gl.uint8, [64, 64], V_S).load(V_A)
+
+
+@gluon.jit
+def weights(s_TR, c_R, L_L: gl.constexpr, RP: gl.constexpr):
+    """2^(s + c), and sums of what a lane has."""
+    p_TR = exp2(s_TR + c_R[None, :])
+    return p_TR, gl.convert_layout(gl.sum(gl.sum(gl.reshape(p_TR, [2, 4, 2, 8, RP]), axis=2), axis=0), L_L)
+
+
+@gluon.jit
+def halves(x_TR, RP: gl.constexpr):
+    """Of 16 tokens the first 8 and the others: [2 planes, 4, 8, RP] each."""
+    return gl.split(gl.permute(gl.reshape(x_TR, [2, 4, 2, 8, RP]), [0, 1, 3, 4, 2]))
+
+
+@gluon.jit
+def terms(p, scales):
+    """Two FP16 weights times two scales of V, times 2^8: E4M3 hi of both, then lo, which is 16 times what hi lacks.
+
+    FP16 of four bits is E4M3 but for its exponent's first bit, subnormals too, so hi needs no conversion.
+    """
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 e, g, t; .reg .b16 y, z;
+        mul.rn.f16x2 g, $1, $2; add.u32 t, g, 0x00400040; and.b32 e, t, 0xFF80FF80; sub.rn.f16x2 g, g, e; mul.rn.f16x2 g, g, $3;
+        cvt.rn.satfinite.e4m3x2.f16x2 y, g; shl.b32 t, t, 1; mov.b16 z, 0; mov.b32 e, {y, z}; prmt.b32 $0, t, e, 0x5431; }""",
+        "=r,r,r,r", [p, scales, 0x6C006C00], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def v_scales(tail_1, T_L: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+    """A token's scales of V, a byte for 64 channels."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if D == 128:
+        vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(2).load(T_L)
+    else:
+        vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(2).load(T_L).to(gl.int16)
+    return vs_T
+
+
+@gluon.jit
+def put(p_TR, vs_T, p0_s, p1_s, p2_s, p3_s, RP: gl.constexpr, D: gl.constexpr):
+    """Weights up to 1 times scales of V, as two terms, to shared memory: [(row, term), tokens] of both planes, for a channel half each."""
+    a, b = halves(p_TR, RP)
+    p = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    vs_TR, _ = gl.broadcast(vs_T[:, None], p_TR)
+    a, b = halves(vs_TR, RP)
+    # scales of two tokens as FP16 times 2^-8
+    s0, s1 = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; mov.b32 t, {$2, $3}; shl.b32 $0, t, 7; shr.u32 $1, t, 1; and.b32 $0, $0, 0x3F803F80; and.b32 $1, $1, 0x3F803F80; }",
+        "=&r,=r,h,h", [a, b], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    _columns(terms(p, s0), p0_s, p1_s, 2 * RP)
+    if D == 128:
+        _columns(terms(p, s1), p2_s, p3_s, 2 * RP)
+
+
+@gluon.jit
+def _columns(words, p0_s, p1_s, X: gl.constexpr):
+    # two tokens are 16 bits, terms are neighbours
+    P16: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    p = gl.reshape(gl.join(words.to(gl.int16), (words >> 16).to(gl.int16)), [2, 32, X])
+    p0, p1 = gl.split(gl.permute(p, [1, 2, 0]))
+    p0_s._reinterpret(gl.int16, [X, 32], P16).permute([1, 0]).store(p0)
+    p1_s._reinterpret(gl.int16, [X, 32], P16).permute([1, 0]).store(p1)
 
 
 @gluon.jit

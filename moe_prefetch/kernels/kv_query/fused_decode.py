@@ -9,16 +9,20 @@ QO_L = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, QC: gl.constexpr):
-    """Rows of q [R, D] as columns (row, scale block) of the low and of the high plane [QC, D / 2], and their channels' K gain."""
+def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
+    """Rows of q [R, D] as columns of the low and of the high plane [8, D / 2], and their channels' K gain.
+
+    Of 4 rows columns are (row, scale block), of 8 rows they lie as `by_row` wants them and have both blocks.
+    """
     KB: gl.constexpr = D // 2
-    Q_L: gl.constexpr = gl.BlockedLayout([1, KB * QC // 128], [QC // 4, 128 // QC], [4, 1], [1, 0])
-    n_Q = gl.arange(0, QC, gl.SliceLayout(1, Q_L))
+    # a lane has the same channels of both blocks
+    Q_L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 32]] if D == 128 else [[0, 1]], [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]], [[2, 0], [4, 0]], [], [8, KB])
+    n_Q = gl.arange(0, 8, gl.SliceLayout(1, Q_L))
     j_K = gl.arange(0, KB, gl.SliceLayout(0, Q_L))
     ch_K = j_K // 32 * 64 + j_K % 32
-    # head dim 64 has one block: 8 rows lie as `by_row` wants them, beside 4 rows are zeros
-    row_Q = n_Q // 2 + n_Q % 2 * 4 if D == 64 and RP == 8 else n_Q // 2
-    on_QK = (row_Q < R)[:, None] & ((ch_K >= 0)[None, :] if D == 64 and RP == 8 else (j_K // 32)[None, :] == (n_Q % 2)[:, None])
+    row_Q = n_Q // 2 + n_Q % 2 * 4 if RP == 8 else n_Q // 2
+    on_QK = (row_Q < R)[:, None] & ((ch_K >= 0)[None, :] if RP == 8 else (j_K // 32)[None, :] == (n_Q % 2)[:, None])
     q_at = q_ptr + row_Q[:, None] * D + ch_K[None, :]
     lo_QK = gl.load(q_at, mask=on_QK, other=0)
     hi_QK = gl.load(q_at + 32, mask=on_QK, other=0)
@@ -26,8 +30,18 @@ def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, QC
 
 
 @gluon.jit
-def queries(lo_QK, hi_QK, lo_gain_K, hi_gain_K, scale_log2, q0_s, q1_s, q2_s, q3_s):
-    """What `read` gave, divided by the gain, to operands: of the low plane hi and lo term, then of the high one.
+def _operand(x_QK, q_s, PARTS: gl.constexpr):
+    if PARTS == 2:
+        a, b = gl.split(gl.permute(gl.reshape(x_QK, [8, 2, 32]), [0, 2, 1]))
+        q_s.index(0).store(a)
+        q_s.index(1).store(b)
+    else:
+        q_s.index(0).store(x_QK)
+
+
+@gluon.jit
+def queries(lo_QK, hi_QK, lo_gain_K, hi_gain_K, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS: gl.constexpr):
+    """What `read` gave, divided by the gain, to operands [PARTS, 8, channels]: of the low plane hi and lo term, then of the high one.
 
     Returns what a score of codes is to be multiplied with.
     """
@@ -39,10 +53,10 @@ def queries(lo_QK, hi_QK, lo_gain_K, hi_gain_K, scale_log2, q0_s, q1_s, q2_s, q3
     hi_QK = hi_QK * (256.0 / amax)
     lo_8 = lo_QK.to(gl.float8e4nv)
     hi_8 = hi_QK.to(gl.float8e4nv)
-    q0_s.store(lo_8)
-    q1_s.store((lo_QK - lo_8.to(gl.float32)).to(gl.float8e4nv))
-    q2_s.store(hi_8)
-    q3_s.store((hi_QK - hi_8.to(gl.float32)).to(gl.float8e4nv))
+    _operand(lo_8, q0_s, PARTS)
+    _operand((lo_QK - lo_8.to(gl.float32)).to(gl.float8e4nv), q1_s, PARTS)
+    _operand(hi_8, q2_s, PARTS)
+    _operand((hi_QK - hi_8.to(gl.float32)).to(gl.float8e4nv), q3_s, PARTS)
     # a score is code 2^-14 * scale 2^-120 * factor * q * norm; the 2^120 enters after the factor
     return amax * (scale_log2 / 256.0 * 16384.0)
 
