@@ -37,6 +37,10 @@ class Tensor:
     def dtype(self) -> torch.dtype:
         return self.v.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.v.shape
+
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
         return Tensor(self.v.contiguous().view(dtype) if bitcast else self.v.to(dtype))
 

@@ -253,7 +253,7 @@ def test_special_hidden_states(name):
     recs = records(form, 3)
     x = torch.zeros(4, form.hidden, dtype=dtype_of(form), device=DEVICE)
     x[1] = 1e-40 if x.dtype == torch.bfloat16 else 6e-8
-    x[2, 0] = 1e30 if x.dtype == torch.bfloat16 else 6e4
+    x[2, 0] = (1e18 if form.weights == "mxfp4" else 1e30) if x.dtype == torch.bfloat16 else 6e4
     x[3] = -0.0
     ids, weights = torch.tensor([[0], [1], [2], [0]], device=DEVICE), torch.ones(4, 1, device=DEVICE)
     got, want = run(form, x, ids, weights, recs, 7.0), law(form, x, ids, weights, recs, 7.0)
@@ -276,16 +276,15 @@ def test_every_mxfp4_byte_and_scale():
     v["down_scale"].fill_(127)
     v["gate_up"].copy_(tiled_codes(gate_up))
     v["down"].copy_(tiled_codes(down))
-    x, ids = torch.eye(64, dtype=torch.bfloat16, device=DEVICE), torch.zeros(64, 1, dtype=torch.int64, device=DEVICE)
-    ones = torch.ones(64, 1)
-    for scales in ([0, 1, 2, 3, 7, 30, 60, 90], [100, 118, 124, 125, 126, 127, 128, 128]):
+    ids, ones = torch.zeros(64, 1, dtype=torch.int64, device=DEVICE), torch.ones(64, 1)
+    # large tokens for the smallest scales: of what is below 2^-60 products with codes may lose bits
+    for scales, size in (([0, 1, 2, 3, 7, 16, 30, 45], 2.0**60), ([66, 90, 100, 118, 125, 126, 127, 128], 1.0)):
+        x = torch.eye(64, dtype=torch.bfloat16, device=DEVICE) * size
         v["gate_up_scale"][:, 64:] = torch.tensor(scales, dtype=torch.uint8, device=DEVICE).repeat_interleave(8)[None, :, None]
         value = weights_of(record, form, torch.float64)["gate_up"][64:]
         got = run(form, x, ids, ones.to(DEVICE), [record]).double().T
-        want = value * 12 / (1 + torch.exp(torch.tensor(-12.0, dtype=torch.float64)))
-        normal = want.abs() > 1e-37
-        assert bool(((got - want).abs() <= want.abs() / 128)[normal].all())
-        assert bool((got[~normal].abs() <= 1e-37).all()) and bool((got[value == 0] == 0).all())
+        want = value * 12 * size**2 / (1 + torch.exp(torch.tensor(-12.0 * size, dtype=torch.float64)))
+        assert bool(((got - want).abs() <= want.abs() / 128).all())
 
 
 def test_poisoned_scratch_is_never_read():
@@ -423,29 +422,27 @@ def test_what_does_not_fit_is_refused_before_any_work():
 
 # inline assembly, which the interpreter does not run ---------------------------------------------------------------------------
 def test_the_assembly_that_decodes_mxfp4_is_what_the_interpreter_does():
-    """Every code in every place of a word under many factors, through a small model of the instructions used."""
+    """Every code in every place of a word, through a small model of the instructions used."""
     source = inspect.getsource(fused_elements.e2m1.fn)
     bodies = [m[0] or m[1] for m in re.findall(r'inline_asm_elementwise\(\s*(?:"""\{ (.*?)\}"""|"(.*?)")', source, re.S)]
     assert len(bodies) == 4, "the assembly is where this test looks for it"
     g = torch.Generator().manual_seed(0)
     plain = torch.randint(0, 256, (8, 4, 16), dtype=torch.uint8, generator=g)
     words = tiled_codes(plain).view(torch.int32)[0]
-    for factor in (0x0040, 0x3F00, 0x3F80, 0x7F00, 0x3F00 - 0x0800):
-        f = torch.tensor([factor], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        for group, body in enumerate(bodies):
-            for row in range(8):
-                for i in range(0, 16, 3):
-                    regs = {"$1": int(words[row, i]) & 0xFFFFFFFF, "$2": factor * 0x10001}
-                    for line in filter(None, (t.strip() for t in body.split(";"))):
-                        op, _, rest = line.partition(" ")
-                        to, *sources = [s.strip() for s in rest.split(",")]
-                        a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
-                        regs[to] = _ptx(op, a, more)
-                    for lane in (0, 1):
-                        code = int(plain[row, group, i]) >> (4 * lane) & 15
-                        got = torch.tensor([regs["$0"] >> (16 * lane) & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-                        want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126 * f.double()).to(torch.bfloat16)
-                        assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (group, row, i, lane, factor)
+    for group, body in enumerate(bodies):
+        for row in range(8):
+            for i in range(0, 16, 3):
+                regs = {"$1": int(words[row, i]) & 0xFFFFFFFF}
+                for line in filter(None, (t.strip() for t in body.split(";"))):
+                    op, _, rest = line.partition(" ")
+                    to, *sources = [s.strip() for s in rest.split(",")]
+                    a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
+                    regs[to] = _ptx(op, a, more)
+                for lane in (0, 1):
+                    code = int(plain[row, group, i]) >> (4 * lane) & 15
+                    got = torch.tensor([regs["$0"] >> (16 * lane) & 0xFFFF], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+                    want = (torch.tensor([E2M1[code]], dtype=torch.float64) * 2.0**-126).to(torch.bfloat16)
+                    assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (group, row, i, lane)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -507,30 +504,10 @@ def test_fp8_records_meet_fp16_hidden_states():
     assert error(run(form, x, ids, weights, recs), law(form, x, ids, weights, recs)) < BOUND[torch.float16]
 
 
-def test_the_assembly_that_makes_factors():
-    source = inspect.getsource(fused_elements.factor.fn)
-    body = re.search(r'"\{ \.reg \.b32 a; (.*?)\}"', source)
-    assert body and "0x4040 + GROUP * 0x0101" in source
-    for group in range(4):
-        regs = {"$1": 0x807F0001, "$2": 0x4040 + group * 0x0101}
-        for line in filter(None, (t.strip() for t in body[1].split(";"))):
-            op, _, rest = line.partition(" ")
-            to, *sources = [s.strip() for s in rest.split(",")]
-            a, *more = [regs[s] if s in regs else int(s, 0) for s in sources]
-            regs[to] = _ptx(op, a, more)
-        byte = 0x807F0001 >> (8 * group) & 255
-        assert regs["$0"] == ((byte + 126) << 7) * 0x10001
-
-
 def _ptx(op: str, a: int, more: list[int]) -> int:
-    if op == "prmt.b32":
-        both = (a | more[0] << 32).to_bytes(8, "little")
-        return int.from_bytes(bytes(both[more[1] >> (4 * i) & 7] for i in range(4)), "little")
     if op == "shf.r.wrap.b32":
         assert a == more[0], "a rotation"
         return (a >> more[1] | a << (32 - more[1])) & 0xFFFFFFFF
-    if op == "add.u32":
-        return (a + more[0]) & 0xFFFFFFFF
     if op == "shl.b32":
         return a << more[0] & 0xFFFFFFFF
     if op == "and.b32":

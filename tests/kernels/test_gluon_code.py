@@ -27,9 +27,9 @@ BUDGET = {
     # a step of one group of warps: 64 columns
     "experts_gate_up": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
     "experts_down": {"instructions": 100, "products": 4, "wide": 4, "copies": 7, "spills": 0},
-    # four tiles, each product 256 weights of a warp; two tiles, each product 128
-    "token_gate_up": {"instructions": 620, "products": 32, "barriers": 0, "spills": 0},
-    "token_down": {"instructions": 230, "products": 16, "barriers": 0, "spills": 0},
+    # two tiles of 16 rows, and of 24; each product 256 weights of a warp
+    "token_gate_up": {"instructions": 280, "products": 16, "spills": 0},
+    "token_down": {"instructions": 385, "products": 24, "spills": 0},
 }
 
 

@@ -6,6 +6,7 @@
            activation follows in registers, h goes to [T K, F].
 `down`     the same for the rows of the second matrix; y goes to [T K, D] in FP32.
 `combine`  one program a token and block of channels: its experts' y in ascending order, times their weights.
+`lift`     before `gate_up`, for MXFP4 in items of more than RAISE pairs: hidden states times 2^64, see `fused_elements.raised`.
 
 A program loads its table entry once, with acquire order, and its weights past L1 (`.cg`): another kernel may have published either.
 M of the MMA is weight rows, N is tokens, so few tokens waste little and weights come from registers where they are decoded (fp8, mxfp4).
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .fused_elements import ASM, BF16, E8M0, FP8, FP16, FP32, MX, NONE, PLAIN, entry, multiply, narrow, numbers, wide
+from .fused_elements import ASM, BF16, E8M0, FP8, FP16, FP32, MX, NONE, PLAIN, entry, lift, multiply, narrow, numbers, wide
 from .record import Form
 
 # Gluon is experimental: another version's may differ
@@ -35,6 +36,7 @@ CODES = {"": NONE.value, "float32": FP32.value, "bfloat16": BF16.value, "float16
 PDL = True
 PROCESSORS = 132  # of a large chip
 CHUNK = 256  # tokens that `plan` looks at together
+RAISE = tl.constexpr(8)  # up to how many pairs an item has whose hidden states are raised in registers
 SMALL = 8  # up to how many tokens programs find their pairs in the ids, and `plan` does not run
 
 @triton.jit(do_not_specialize=["T"])
@@ -121,7 +123,7 @@ def gate_up_tile(address, x_ptr, columns, h_ptr, block, limit, alpha, K: tl.cons
     if W == FP8:
         scale_row_R = f_R // BLOCK + tl.where(r_R < BF, 0, (F + BLOCK - 1) // BLOCK)
     acc_RT = multiply(address, row_R, scale_row_R, x_ptr, pair_T // K * D, 2 * F, D, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK,
-                      STAGES)
+                      STAGES, BT > RAISE)
     if BIAS != NONE:
         acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
     gate_FT, up_FT = tl.split(tl.permute(tl.reshape(acc_RT, (2, BF, BT)), (1, 2, 0)))
@@ -132,6 +134,8 @@ def gate_up_tile(address, x_ptr, columns, h_ptr, block, limit, alpha, K: tl.cons
         h_FT = gate_FT / (1.0 + tl.exp(-alpha * gate_FT)) * up_FT
     else:
         h_FT = gate_FT / (1.0 + tl.exp(-gate_FT)) * up_FT
+    if W == MX:
+        h_FT *= 18446744073709551616.0  # as `raised`
     f_F = block * BF + tl.arange(0, BF)
     tl.store(h_ptr + pair_T[None, :] * F + f_F[:, None], narrow(h_FT, TYPE), mask=on_T[None, :] & (f_F < F)[:, None])
 
@@ -179,7 +183,7 @@ def down_tile(address, h_ptr, columns, y_ptr, block, D: tl.constexpr, F: tl.cons
     scale_row_R = row_R
     if W == FP8:
         scale_row_R = row_R // BLOCK
-    acc_RT = multiply(address, row_R, scale_row_R, h_ptr, pair_T * F, D, F, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK, STAGES)
+    acc_RT = multiply(address, row_R, scale_row_R, h_ptr, pair_T * F, D, F, AT, SCALE_AT, W, TYPE, SCALE, BLOCK, BR, BT, BK, STAGES, True)
     if BIAS != NONE:
         acc_RT += numbers(address, BIAS_AT, row_R, row_R >= 0, BIAS)[:, None]
     tl.store(y_ptr + pair_T[None, :] * D + d_R[:, None], acc_RT, mask=on_T[None, :] & (d_R < D)[:, None])
@@ -308,7 +312,8 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     if form.weights == "mxfp4":
         if n == 8:
             return Tile(n, 32 if -(-all_rows // 64) * items < 3 * PROCESSORS else 64, 128, 2, 4)
-        return Tile(n, 128, 128, 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
+        # Five sums of 32 and of 64 columns need more registers than there are for four warps and 128 rows.
+        return Tile(n, 64 if n == 32 else 128, 128, 8 if n == 64 else 4, 4 if n <= 32 else 3, 4 if n == 64 else 1)
     if form.weights == "fp8":
         # Few programs and short sums are cut finer. A processor has room for 6 programs of 128 rows and 8 pairs, with a step more in flight
         # for 4: better where fewer run in the last round.
@@ -372,6 +377,9 @@ def launch(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tens
     h = torch.empty(pairs, form.width, dtype=hidden_TD.dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     same, warps, programs = constants(form, "gate_up", experts, tokens, top_k)
+    if form.weights == "mxfp4" and same["BT"] > RAISE.value:
+        hidden_TD, given = torch.empty_like(hidden_TD), hidden_TD
+        lift[(-(-tokens * hidden // 4096),)](given, hidden_TD, tokens * hidden, B=4096, PDL=PDL and ASM.value, num_warps=8, **pdl)
     gate_up[(programs,)](hidden_TD, ids_TK, where_E, pair, count, h, tokens, limit, alpha, CLAMPED=limit != 0, num_warps=warps, **same,
                          **pdl)
     same, warps, programs = constants(form, "down", experts, tokens, top_k)

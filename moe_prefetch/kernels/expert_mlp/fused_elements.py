@@ -140,45 +140,58 @@ def e4m3(x, HALF: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def factor(s, GROUP: tl.constexpr):
-    """What codes of a group are multiplied with in BF16, scale * 2^126, twice in a word. s: four E8M0 bytes, at most 128 each."""
-    if ASM:
-        one = tl.inline_asm_elementwise("{ .reg .b32 a; add.u32 a, $1, 0x7E7E7E7E; prmt.b32 a, a, 0, $2; shl.b32 $0, a, 7; }", "=r,r,r",
-                                        [s, tl.zeros_like(s) + (0x4040 + GROUP * 0x0101)], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        byte = (s >> (8 * GROUP)) & 255
-        one = (tl.minimum(byte + 126, 255) << 7) * 0x10001
-    return one
+    """2^62 times the scale of a group. s: four E8M0 bytes, at most 128 each."""
+    return ((((s >> (8 * GROUP)) & 255) + 62) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def e2m1(x, f, GROUP: tl.constexpr):
-    """The codes of a group in words of 16 bits, times 2^-126 f, in BF16 (the interpreter: FP32). f: `factor`, the same for a row.
+def raised(x):
+    """BF16 numbers times 2^64, so that products with codes, which are denormals, are none. From 2^63 on they become infinite."""
+    if ASM:
+        y = tl.inline_asm_elementwise("{ .reg .b32 a; mov.b32 a, 0x5F805F80; mul.rn.bf16x2 $0, $1, a; }", "=r,r", [x], dtype=tl.bfloat16,
+                                      is_pure=True, pack=2)
+    else:
+        y = wide(x) * 18446744073709551616.0
+    return y
+
+
+@triton.jit
+def lift(x_ptr, raised_ptr, N, B: tl.constexpr, PDL: tl.constexpr):
+    """raised [N] = x, raised."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_B = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    x = tl.load(x_ptr + i_B, mask=i_B < N, other=0.0, cache_modifier=".cg")
+    tl.store(raised_ptr + i_B, narrow(wide(x) * 18446744073709551616.0, x_ptr.dtype.element_ty), mask=i_B < N)
+
+
+@triton.jit
+def e2m1(x, GROUP: tl.constexpr):
+    """The codes of a group in words of 16 bits, times 2^-126, in BF16 (the interpreter: FP32).
 
     Two words are a register, in which `record.py` has put the bits of each code where a rotation brings its magnitude to BF16's lowest
-    exponent bits and highest mantissa bit: it is then its value times 2^-126, denormal included, so products with a power of two are exact.
+    exponent bits and highest mantissa bit: it is then its value times 2^-126, denormal included.
     """
     if ASM:
         if GROUP == 0:
-            y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;", "=&r,r,r,r", [x, f], dtype=tl.bfloat16,
-                                          is_pure=True, pack=2)
+            y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x81C081C0;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
         elif GROUP == 1:
-            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 3; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
-                                          "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 3; and.b32 $0, $0, 0x81C081C0;", "=r,r", [x], dtype=tl.bfloat16,
+                                          is_pure=True, pack=2)
         elif GROUP == 2:
-            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81C081C0; mul.rn.bf16x2 $0, $0, $2;",
-                                          "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
+            y = tl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $1, 6; and.b32 $0, $0, 0x81C081C0;", "=r,r", [x], dtype=tl.bfloat16,
+                                          is_pure=True, pack=2)
         else:
             # Three shifts in one product: the bits that it sets elsewhere do not meet those that stay.
-            y = tl.inline_asm_elementwise(
-                """{ and.b32 $0, $1, 0x001B001B; mul.lo.u32 $0, $0, 0x1084; and.b32 $0, $0, 0x81C081C0;
-                mul.rn.bf16x2 $0, $0, $2; }""",
-                "=&r,r,r,r", [x, f], dtype=tl.bfloat16, is_pure=True, pack=2)
+            y = tl.inline_asm_elementwise("and.b32 $0, $1, 0x001B001B; mul.lo.u32 $0, $0, 0x1084; and.b32 $0, $0, 0x81C081C0;", "=r,r", [x],
+                                          dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         # The interpreter has no words of two elements.
         pairs = (x.to(tl.int64) & 0xFFFF).reshape(x.shape[0], x.shape[1] // 2, 2)
         lane = 16 * tl.arange(0, 2)[None, None, :]
         word = tl.sum(pairs << lane, 2)[:, :, None] >> tl.zeros_like(lane)
-        y = _bits(word, lane, GROUP).reshape(x.shape[0], x.shape[1]) * 1.1754943508222875e-38 * (f << 16).to(tl.float32, bitcast=True)
+        y = _bits(word, lane, GROUP).reshape(x.shape[0], x.shape[1]) * 1.1754943508222875e-38
     return y
 
 
@@ -204,8 +217,9 @@ def _code(c):
 @triton.jit
 def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.constexpr, AT: tl.constexpr, SCALE_AT: tl.constexpr,
              W: tl.constexpr, TYPE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
-             BK: tl.constexpr, STAGES: tl.constexpr):
-    """Rows `row_R` of a [ROWS, N] matrix of the record times the vectors that start at elements x_T: FP32 [R, BT]."""
+             BK: tl.constexpr, STAGES: tl.constexpr, RAISED: tl.constexpr):
+    """Rows `row_R` of a [ROWS, N] matrix of the record times the vectors that start at elements x_T: FP32 [R, BT]. RAISED: vectors for
+    MXFP4 have been."""
     EVEN: tl.constexpr = N % BK == 0
     acc_RT = tl.zeros((R, BT), tl.float32)
     if W == PLAIN:
@@ -279,11 +293,16 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
                 s_R = numbers(address, SCALE_AT, scale_row_R * COLUMNS + (k + 64) // BLOCK, on_R & (k + 64 < N), SCALE)
                 acc_RT += product(e4m3(w, 1, TYPE), z, tl.zeros((R, BT), tl.float32)) * s_R[:, None]
     else:
-        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for each group.
+        # Words of 16 bits hold a code of each of four groups of 32 columns (see record.py): a product for each, from zero, times its
+        # scales, and a sum for each, so that the kernels for one token can have a thread for each.
         j_J = tl.arange(0, 32)
         w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
         scale_R = part(address, SCALE_AT, tl.int32) + row_R
         x_JT = x_ptr + x_T[None, :] + j_J[:, None]
+        zero_RT = tl.zeros((R, BT), tl.float32)
+        second_RT = zero_RT
+        third_RT = zero_RT
+        fourth_RT = zero_RT
         for k in tl.range(0, N, 128, num_stages=STAGES):
             w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
             s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
@@ -292,5 +311,16 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
                     x = tl.load(x_JT + k + 32 * g, cache_modifier=".cg")
                 else:
                     x = tl.load(x_JT + k + 32 * g, mask=k + 32 * g < N, other=0.0, cache_modifier=".cg")
-                acc_RT = product(e2m1(w, factor(s_R, g)[:, None], g), x, acc_RT)
+                if not RAISED:
+                    x = raised(x)
+                p_RT = product(e2m1(w, g), x, zero_RT) * factor(s_R, g)[:, None]
+                if g == 0:
+                    acc_RT += p_RT
+                elif g == 1:
+                    second_RT += p_RT
+                elif g == 2:
+                    third_RT += p_RT
+                else:
+                    fourth_RT += p_RT
+        acc_RT = (acc_RT + second_RT) + (third_RT + fourth_RT)
     return acc_RT

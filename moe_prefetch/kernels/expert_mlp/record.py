@@ -33,7 +33,7 @@ DTYPES = {**{name: getattr(torch, name) for name in PLAIN}, "float8_e4m3fn": tor
           "uint8": torch.uint8}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STAMP = "stamp"
-MX_SCALE_MAX = 128  # kernels multiply E2M1 by scale * 2^126 in BF16; beyond it they give NaN
+MX_SCALE_MAX = 128  # what kernels have been tried with: they add 62 to a scale's byte, which must stay a byte
 MX_SCALES = ("gate_up_scale", "down_scale")
 CODES = ("gate_up", "down")
 E4M3 = "float8_e4m3fn"
