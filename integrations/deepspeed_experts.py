@@ -242,7 +242,8 @@ class Held:
                     for w, value in zip(self._weights(layer, expert), values, strict=True):
                         w.of(fresh[id(w.module), w.name]).copy_(value)
             for w, p, _ in self._originals:
-                if not getattr(w.module, w.name).is_meta:
+                stand_in = getattr(w.module, w.name)
+                if not stand_in.is_meta and stand_in is not p:  # a module that layers share is back already
                     log.warning("%s was set while %s was attached; what it was before comes back", w.name, type(self.model).__name__)
                 p.data = fresh[id(w.module), w.name]
                 setattr(w.module, w.name, p)

@@ -194,7 +194,7 @@ class TransformersModel:
                     fresh[2 * layer + 1][expert].copy_(parts["down"])
             for o, data in zip(self._originals, fresh, strict=True):
                 stand_in = getattr(o.module, o.name)
-                if not stand_in.is_meta:
+                if not stand_in.is_meta and stand_in is not o.parameter:  # a module that layers share is back already
                     log.warning("%s was set while %s was attached; what it was before comes back", o.name, type(self.model).__name__)
                 elif stand_in.dtype != o.parameter.dtype:
                     log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__,

@@ -783,6 +783,15 @@ def test_weights_that_are_set_while_attached_are_not_taken_over_in_silence(caplo
         f"down_proj was set while {type(model).__name__} was attached; what it was before comes back"]
 
 
+def test_layers_that_share_their_experts_come_back_without_a_warning(caplog):
+    model = small()
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    before = picture(model)
+    with moe_prefetch.attach(model, DISK):
+        logits_of(model, prompt())
+    assert picture(model) == before and not [r for r in caplog.records if "was set" in r.message]
+
+
 def test_a_modelled_drive_that_no_deadline_allows_is_refused():
     """Its sleep can't be ended: passes would fail, and `detach` would keep the weights for as long."""
     model = small()

@@ -284,18 +284,20 @@ class OnlineFit:
     def learn(self, taps: Taps) -> torch.Tensor | None:
         """Learn from tokens that are this fit's to keep; the loss of the step, if one was made (reading it synchronises)."""
         self._pending.append(taps)
-        enough = sum(t.tokens for t in self._pending) >= min(self.trainer.config.batch, self.moment_tokens)
+        of_all = sum(t.tokens for t in self._pending)
+        enough = of_all >= min(self.trainer.config.batch, self.moment_tokens)
         if ranks()[1] > 1:
             # A rank with fewer tokens would miss the collectives of the others.
-            all_sum([ready := torch.full((1,), float(enough), device=self.trainer.device)])
-            enough = int(ready) == ranks()[1]
+            all_sum([found := torch.tensor([enough, of_all], dtype=torch.float64, device=self.trainer.device)])
+            ready, of_all = (int(n) for n in found.tolist())
+            enough = ready == ranks()[1]
         if not enough:
             return None
         taps, self._pending = Taps.join(self._pending), []
         self.seen += taps.tokens
         with torch.enable_grad():
             if self.trainer.started:
-                return self.trainer.step(taps) if self.trainer.done < self.trainer.config.steps else None
+                return self.trainer.step(taps, of_all) if self.trainer.done < self.trainer.config.steps else None
             # Summed, so that all ranks start at the same pass, whatever each of them could use.
             tokens = self.trainer.accumulate(taps)
             all_sum([tokens])

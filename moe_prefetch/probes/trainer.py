@@ -133,8 +133,9 @@ class Trainer:
         self.optimiser = make_adamw(params, self.config.lr, self.config.weight_decay)
         self.average = [{k: v.detach().clone() for k, v in h.params.items()} for h in self.horizons]
 
-    def step(self, taps: Taps) -> torch.Tensor:
-        """One update from one batch; returns the loss per target as a 0-d tensor (reading it synchronises)."""
+    def step(self, taps: Taps, of_all: int | None = None) -> torch.Tensor:
+        """One update from one batch; returns the loss per target as a 0-d tensor (reading it synchronises). `of_all`: tokens of all ranks,
+        where they have different numbers."""
         rate = self.config.lr * schedule(self.done, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
@@ -154,7 +155,7 @@ class Trainer:
             torch._foreach_div_(grads, ranks()[1])
         self.optimiser.step()
         # Of all ranks, now: the next ones may be more, or fewer.
-        self.done, self.tokens = self.done + 1, self.tokens + taps.tokens * ranks()[1]
+        self.done, self.tokens = self.done + 1, self.tokens + (taps.tokens * ranks()[1] if of_all is None else of_all)
         decay = min(self.config.ema, self.done / (self.done + 10))
         average = [a[k] for a, h in zip(self.average, self.horizons) for k in h.params]
         torch._foreach_lerp_(average, [p.detach() for p in weights], 1 - decay)

@@ -153,8 +153,9 @@ def test_a_fit_replaces_nothing_but_a_probe(tmp_path: Path, name: str, monkeypat
     monkeypatch.setattr(jobs, "load_model", lambda model: pytest.fail("this is work"))
     for write in (lambda: jobs.run_fit("tiny", tmp_path / "m", traces=[tmp_path / "t"]),
                   lambda: RoutingProbe(gates(MODEL)).save_pretrained(tmp_path / "m")):
-        with pytest.raises(ArtefactError, match=f"{name} would be replaced"):
+        with pytest.raises(ArtefactError, match=f"{name} would be replaced") as said:
             write()
+        assert (f"cut off there, delete {name}" in str(said.value)) == (name != "config.json")
     assert [p.name for p in (tmp_path / "m").iterdir()] == [name] and "qwen3_moe" in (tmp_path / "m" / name).read_text()
     (tmp_path / "m" / name).rename(tmp_path / "m" / "notes.md")
     for _ in range(2):
