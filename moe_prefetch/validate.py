@@ -27,7 +27,7 @@ def check(path: Path | str, runtime: Runtime | None = None) -> list[str]:
     if config.probe.path is not None:
         problems += _trial("probe.path", lambda: _probe(config.probe.path))
     if config.fit is not None:
-        problems += _trial("fit.out", lambda: _probe_folder(config.fit.out))
+        problems += _trial("fit.out", lambda: _probe_folder(config.fit.out)) or _place("fit.out", config.fit.out, runtime)
     if config.kv.calibration is not None:
         problems += _trial("kv.calibration", lambda: _calibration(config.kv.calibration))
     if config.experts.path is not None:
@@ -73,11 +73,16 @@ def _record_folder(folder: Path, runtime: Runtime | None) -> list[str]:
             read_manifest(folder)
 
         return _trial("experts.path", read)
+    return _place("experts.path", folder, runtime)
+
+
+def _place(key: str, folder: Path, runtime: Runtime | None) -> list[str]:
+    """Whether a folder can be written to, or made."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        return [f"experts.path: {there} is no folder. What to do: name another one."]
+        return [f"{key}: {there} is no folder. What to do: name another one."]
     if not (os.access(there, os.W_OK | os.X_OK) if runtime is None else runtime.writable(there)):
-        return [f"experts.path: {there} can't be written to. What to do: name another folder, or give the permission."]
+        return [f"{key}: {there} can't be written to. What to do: name another folder, or give the permission."]
     return []

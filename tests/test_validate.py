@@ -120,6 +120,9 @@ def test_folders_of_something_else_are_left_to_their_owners(sound):
     (folder / "cal" / "config.json").write_text('{"model_type": "mixtral"}')
     (found,) = check(sound)
     assert found.startswith("fit.out: ") and "would be replaced" in found
+    sound.write_text("fit: {out: cal/config.json/x}\n")
+    (found,) = check(sound)
+    assert found.startswith("fit.out: ") and "config.json is no folder" in found
 
 
 def test_a_folder_that_can_not_be_written(sound):

@@ -47,7 +47,7 @@ def load_model(model: str) -> tuple[Any, Any]:
                           expected="a folder written by save_pretrained, with its tokenizer",
                           do="mend what transformers names, or download all of the checkpoint again") from e
     # Where there is none, transformers makes one without words.
-    if not tokenizer("word", add_special_tokens=False)["input_ids"]:
+    if len(tokenizer) < 2:
         raise ConfigError("there is no tokenizer, or one that knows no words", where=f"--model {model}",
                           expected="a folder written by save_pretrained, with its tokenizer", do="download all of the checkpoint")
     return loaded, tokenizer

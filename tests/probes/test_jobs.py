@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from moe_prefetch.errors import ConfigError, MoEPrefetchError
@@ -81,3 +81,10 @@ def test_a_checkpoint_that_can_not_be_loaded(checkpoint: Path, spoil: Callable[[
     spoil(checkpoint)
     with pytest.raises(ConfigError, match=said):
         load_model(str(checkpoint))
+
+
+def test_a_tokenizer_of_other_letters_is_one(checkpoint: Path) -> None:
+    """It has no ids for an English word."""
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "c": 1, "ac": 2}, [("a", "c")]))).save_pretrained(checkpoint)
+    _, tokenizer = load_model(str(checkpoint))
+    assert tokenizer("acc")["input_ids"] == [2, 1] and tokenizer("word")["input_ids"] == []
