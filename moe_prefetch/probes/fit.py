@@ -283,6 +283,8 @@ class OnlineFit:
 
     def learn(self, taps: Taps) -> torch.Tensor | None:
         """Learn from tokens that are this fit's to keep; the loss of the step, if one was made (reading it synchronises)."""
+        if self.trainer.started and self.trainer.done >= self.trainer.config.steps:
+            return None  # no collective: others may make no further pass
         self._pending.append(taps)
         of_all = sum(t.tokens for t in self._pending)
         enough = of_all >= min(self.trainer.config.batch, self.moment_tokens)
@@ -297,7 +299,7 @@ class OnlineFit:
         self.seen += taps.tokens
         with torch.enable_grad():
             if self.trainer.started:
-                return self.trainer.step(taps, of_all) if self.trainer.done < self.trainer.config.steps else None
+                return self.trainer.step(taps, of_all)
             # Summed, so that all ranks start at the same pass, whatever each of them could use.
             tokens = self.trainer.accumulate(taps)
             all_sum([tokens])

@@ -33,14 +33,14 @@ def test_within_budget(names: list[str]) -> None:
     found = facts(*names)
     assert {f["kernel"] for f in found} >= {"gate_up", "down"}
     for fact in found:
-        # five sums of 64 columns and 128 rows fill the registers of eight warps
-        assert fact["spills"] <= (24 if fact["name"] in ("gpt-oss-120b_t1024", "gpt-oss-120b_t4096") else 0), fact
+        assert fact["spills"] == 0, fact
         assert fact["unset"] == [], fact
         assert fact["shared"] <= 227 * 1024, fact
         if fact["kernel"] not in ("gate_up", "down"):
             continue
-        assert fact["mma"] >= 8 and fact["other"] == 0, fact
         model, tokens = str(fact["name"]).rsplit("_t", 1)
+        # of two turns the first's
+        assert fact["mma"] >= (4 if model == "gpt-oss-120b" and int(tokens) > 512 else 8) and fact["other"] == 0, fact
         few = (model == "gpt-oss-120b" and int(tokens) <= 64) or (model == "qwen3-30b-a3b-fp8" and int(tokens) <= 8)
         assert (fact["warp"] > 0) == few, fact
         # Of mxfp4 the scales, and hidden states of 8 tokens, are smaller than 16 bytes a thread.

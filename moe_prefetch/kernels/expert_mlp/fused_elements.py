@@ -299,28 +299,37 @@ def multiply(address, row_R, scale_row_R, x_ptr, x_T, ROWS: tl.constexpr, N: tl.
         w_RJ = part(address, AT, tl.int16) + row_R[:, None] * 32 + j_J[None, :]
         scale_R = part(address, SCALE_AT, tl.int32) + row_R
         x_JT = x_ptr + x_T[None, :] + j_J[:, None]
+        # Four sums of many vectors, and products, are more than there are registers: then two groups after the other two.
+        TURNS: tl.constexpr = 2 if BT == 64 else 1
         zero_RT = tl.zeros((R, BT), tl.float32)
-        second_RT = zero_RT
-        third_RT = zero_RT
-        fourth_RT = zero_RT
-        for k in tl.range(0, N, 128, num_stages=STAGES):
-            w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
-            s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
-            for g in tl.static_range(4):
-                if 32 * g < N % 128 or N % 128 == 0:
-                    x = tl.load(x_JT + k + 32 * g, cache_modifier=".cg")
-                else:
-                    x = tl.load(x_JT + k + 32 * g, mask=k + 32 * g < N, other=0.0, cache_modifier=".cg")
-                if not RAISED:
-                    x = raised(x)
-                p_RT = product(e2m1(w, g), x, zero_RT) * factor(s_R, g)[:, None]
-                if g == 0:
-                    acc_RT += p_RT
-                elif g == 1:
-                    second_RT += p_RT
-                elif g == 2:
-                    third_RT += p_RT
-                else:
-                    fourth_RT += p_RT
-        acc_RT = (acc_RT + second_RT) + (third_RT + fourth_RT)
+        for turn in tl.static_range(TURNS):
+            first_RT = zero_RT
+            second_RT = zero_RT
+            third_RT = zero_RT
+            fourth_RT = zero_RT
+            for k in tl.range(0, N, 128, num_stages=STAGES):
+                w = tl.load(w_RJ + k // 128 * (ROWS * 32), cache_modifier=".cg")
+                s_R = tl.load(scale_R + k // 128 * ROWS, cache_modifier=".cg")
+                for i in tl.static_range(4 // TURNS):
+                    if 32 * (turn * 2 + i) < N % 128 or N % 128 == 0:
+                        x = tl.load(x_JT + k + 32 * (turn * 2 + i), cache_modifier=".cg")
+                    else:
+                        x = tl.load(x_JT + k + 32 * (turn * 2 + i), mask=k + 32 * (turn * 2 + i) < N, other=0.0, cache_modifier=".cg")
+                    if not RAISED:
+                        x = raised(x)
+                    p_RT = product(e2m1(w, turn * 2 + i), x, zero_RT) * factor(s_R, turn * 2 + i)[:, None]
+                    if i == 0:
+                        first_RT += p_RT
+                    elif i == 1:
+                        second_RT += p_RT
+                    elif i == 2:
+                        third_RT += p_RT
+                    else:
+                        fourth_RT += p_RT
+            if TURNS == 1:
+                acc_RT = (first_RT + second_RT) + (third_RT + fourth_RT)
+            elif turn == 0:
+                acc_RT = first_RT + second_RT
+            else:
+                acc_RT += first_RT + second_RT
     return acc_RT
