@@ -54,9 +54,8 @@ def check_own(folder: Path, names: Sequence[str], said: Mapping[str, str]) -> No
         found = read_json(folder / names[-1])
     if there and not (isinstance(found, dict) and said.items() <= found.items()):
         raise ArtefactError(f"its {' and '.join(there)} would be replaced", where=str(folder),
-                            expected=f"a new folder, or one whose {names[-1]} says {' '.join(said.values())}",
-                            do="name another folder" if found is not None else
-                            f"name another folder; or, if a save was cut off there, delete {' and '.join(there)}")
+                            expected=f"a new folder, or one whose {names[-1]} says {' '.join(said.values())}", do="name another folder" +
+                            ("" if found is not None else f"; or, if a save was cut off there, delete {' and '.join(there)}"))
 
 
 def contained(root: Path, name: str) -> Path:

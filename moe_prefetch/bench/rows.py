@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, paths: Sequence[Path] = ()) -> None:
         self.path = paths[0] if paths else None
         self.known: dict[str, dict[str, Any]] = {}
-        if self.path is not None:
+        if self.path is not None and not self.path.exists():
             check_writable(self.path.absolute().parent)
         for path in paths:
             self._read(path)

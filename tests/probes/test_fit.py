@@ -566,12 +566,13 @@ def _worker(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ArtefactError if rank else SessionError, match="damaged"):
         fit(specs, data, trainer_held, Path(folder) / f"bad{rank}", CONFIG)
     # As many passes on each rank, with more tokens on one than on the other.
-    online = OnlineFit(specs, replace(CONFIG, steps=30, batch=64), moment_tokens=128, held_out_tokens=64)
-    for i in range(20):
+    online = OnlineFit(specs, replace(CONFIG, steps=6, batch=64), moment_tokens=128, held_out_tokens=64)
+    # Behind the last step one rank may make passes that the other does not.
+    for i in range(20 if rank else 23):
         online._take(step(specs, 40 if rank else 64, 100 * rank + i))
     made = [torch.zeros(2, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(made, torch.tensor([online.trainer.done, online.trainer.tokens]))
-    assert made[0][0] == made[1][0] > 5 and made[0][1] == made[1][1]
+    assert made[0][0] == made[1][0] == 6 and made[0][1] == made[1][1]
     torch.save(online.trainer.averages(), f"{folder}/online{rank}.pt")
     dist.destroy_process_group()
     _command(rank, world, Path(folder))
