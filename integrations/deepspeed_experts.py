@@ -5,7 +5,6 @@ Everything goes through `module_inject.replace_module`; the router, the dispatch
 """
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,14 +24,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
 from moe_prefetch.integrations.deepspeed_formula import Activation
-from moe_prefetch.integrations.watch import Still
+from moe_prefetch.integrations.watch import Still, set_meanwhile
 from moe_prefetch.kernels.expert_mlp.naive import EAGER
 from moe_prefetch.probes.forecast import Forecaster
 from moe_prefetch.probes.probe import GateSpec
 from moe_prefetch.seam import ExpertTaps, Taps
 from moe_prefetch.types import PROB_ONE
-
-log = logging.getLogger(__name__)
 
 Handles = list[torch.utils.hooks.RemovableHandle]
 
@@ -242,9 +239,7 @@ class Held:
                     for w, value in zip(self._weights(layer, expert), values, strict=True):
                         w.of(fresh[id(w.module), w.name]).copy_(value)
             for w, p, _ in self._originals:
-                stand_in = getattr(w.module, w.name)
-                if not stand_in.is_meta and stand_in is not p:  # a module that layers share is back already
-                    log.warning("%s was set while %s was attached; what it was before comes back", w.name, type(self.model).__name__)
+                set_meanwhile(self.model, w.name, getattr(w.module, w.name), p)
                 p.data = fresh[id(w.module), w.name]
                 setattr(w.module, w.name, p)
         for handle in self._refusals:

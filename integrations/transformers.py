@@ -22,7 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import SessionError, UnsupportedModelError
-from moe_prefetch.integrations.watch import Still
+from moe_prefetch.integrations.watch import Still, set_meanwhile
 from moe_prefetch.kernels.expert_mlp.naive import How
 from moe_prefetch.kv.codec import OutlierStats
 from moe_prefetch.probes.forecast import Forecaster
@@ -194,9 +194,7 @@ class TransformersModel:
                     fresh[2 * layer + 1][expert].copy_(parts["down"])
             for o, data in zip(self._originals, fresh, strict=True):
                 stand_in = getattr(o.module, o.name)
-                if not stand_in.is_meta and stand_in is not o.parameter:  # a module that layers share is back already
-                    log.warning("%s was set while %s was attached; what it was before comes back", o.name, type(self.model).__name__)
-                elif stand_in.dtype != o.parameter.dtype:
+                if not set_meanwhile(self.model, o.name, stand_in, o.parameter) and stand_in.dtype != o.parameter.dtype:
                     log.warning("%s was converted to %s while attached; its experts come back as %s", type(self.model).__name__,
                                 stand_in.dtype, o.parameter.dtype)
                 o.parameter.data = data

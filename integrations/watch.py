@@ -2,6 +2,7 @@
 and later."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import contains, is_
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.modules import module as every
 
 from moe_prefetch.errors import SessionError
+
+log = logging.getLogger(__name__)
 
 
 def beside(root: nn.Module) -> str:
@@ -50,6 +53,15 @@ class Still:
     def remove(self) -> None:
         for m in self._held:
             vars(m).pop("_apply", None)
+
+
+def set_meanwhile(model: nn.Module, name: str, now: nn.Parameter, own: nn.Parameter) -> bool:
+    """Whether somebody set a parameter while its stand-in was on `meta`, which is logged. A module that layers share has its own back
+    when it is asked again."""
+    found = not now.is_meta and now is not own
+    if found:
+        log.warning("%s was set while %s was attached; what it was before comes back", name, type(model).__name__)
+    return found
 
 
 class Watch:

@@ -312,7 +312,7 @@ def tuning(form: Form, which: str, tokens: int, top_k: int, experts: int) -> Til
     if form.weights == "mxfp4":
         if n == 8:
             return Tile(n, 32 if -(-all_rows // 64) * items < 3 * PROCESSORS else 64, 128, 2, 4)
-        # Five sums of 32 and of 64 columns need more registers than there are for four warps and 128 rows.
+        # Five sums of 32 columns, and in two turns four of 64, need more registers than there are for four warps and 128 rows.
         return Tile(n, 64 if n == 32 else 128, 128, 8 if n == 64 else 4, 4, 4 if n == 64 else 1)
     if form.weights == "fp8":
         # Few programs and short sums are cut finer. A processor has room for 6 programs of 128 rows and 8 pairs, with a step more in flight
