@@ -141,6 +141,25 @@ def test_a_pass_that_was_abandoned_leaves_the_session_usable() -> None:
         session._device.check()
 
 
+def test_a_detach_without_memory_for_the_weights_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    before = run(model, 1)
+    session = moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}})
+
+    def none_left(*args, **kwargs) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(torch, "empty_strided", none_left)
+        with pytest.raises(torch.OutOfMemoryError):
+            session.detach()
+    with pytest.raises(SessionError, match="detach"):
+        run(model, 1)
+    assert session.held_bytes()["total"] > 0
+    session.detach()
+    assert same(run(model, 1), before)
+
+
 def test_a_decode_step_over_a_static_cache() -> None:
     """On a GPU captured by the caller and replayed with other tokens: the logits of the steps as they are."""
     from transformers import StaticCache
