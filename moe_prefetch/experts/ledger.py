@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from ..types import Settlement
 
 
-@dataclass
+@dataclass(frozen=True)
 class Totals:
     """Sums over settlements; experts are counted per (layer, step), distinct. `bytes_wasted` was fetched ahead and never read."""
 
@@ -36,7 +36,10 @@ class Totals:
 
 
 class Ledger:
-    """Totals over all layers, per layer, and split into decode (one token a sequence) and prefill by the caller's label."""
+    """Totals over all layers, per layer, and split into decode (one token a sequence) and prefill by the caller's label.
+
+    One thread settles at a time; others may look meanwhile: what they see is whole, since nothing that they can hold changes.
+    """
 
     def __init__(self, num_layers: int, record_bytes: int) -> None:
         self.record_bytes = record_bytes
@@ -44,15 +47,9 @@ class Ledger:
         self.kinds: dict[str, Totals] = {}
 
     def settle(self, s: Settlement, kind: str) -> None:
-        for t in (self.layers[s.layer], self.kinds.setdefault(kind, Totals())):
-            t.hit += s.hit
-            t.late += s.late
-            t.miss += s.miss
-            t.cancelled += s.cancelled
-            t.bytes_moved += s.bytes_moved
-            t.stall_s += s.stall_s
-            t.wasted += s.wasted
-            t.bytes_wasted += s.wasted * self.record_bytes
+        more = Totals(s.hit, s.late, s.miss, s.wasted, s.cancelled, s.bytes_moved, s.wasted * self.record_bytes, s.stall_s)
+        self.layers[s.layer] += more
+        self.kinds = {**self.kinds, kind: self.kinds.get(kind, Totals()) + more}
 
     @property
     def total(self) -> Totals:
