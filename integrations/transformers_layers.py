@@ -104,15 +104,17 @@ class PagedLayer(CacheLayerMixin):
         book, basis = (prompt_book(*made), None) if adaptive and self.stats is None else make_coding(self.stats, *made)[:2]
         kept = {"sinks": self.kv.sinks, "window": self.window, "settle": self.kv.settle}
         self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints, basis=basis)
-        if self._pads is not None:
-            # Beams come as each prompt several times.
-            self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
+        self._pad()
         self.is_initialized = True
 
     def set_pads(self, pads: list[int]) -> None:
         self._pads = pads
-        if self.store is not None:
-            self.store.set_pads(pads)
+        self._pad()
+
+    def _pad(self) -> None:
+        if self.store is not None and self._pads is not None:
+            # Beams come as each prompt several times.
+            self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
@@ -192,6 +194,8 @@ class PagedLayer(CacheLayerMixin):
     def _select(self, indices: Iterable[int]) -> None:
         if self.store is not None:
             self.store.select(list(indices))
+        elif self._pads is not None:
+            self._pads = [self._pads[i] for i in indices]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(self.ints.read(beam_idx))
