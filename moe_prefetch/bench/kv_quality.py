@@ -111,7 +111,7 @@ class Job:
     def __post_init__(self) -> None:
         for scheme in (Scheme.parse(name) for name in self.schemes if name not in PEERS):
             step = LATE + 1 if self.passkey else scheme.settle
-            if self.length <= (kept := SINKS + scheme.window + step - 1):
+            if self.length <= (kept := SINKS + scheme.window + step):
                 together = f", {step} at a time" if step > 1 else ""
                 raise ConfigError(
                     f"{self.length} tokens never leave a window of {scheme.window}{together}: {scheme.format} would be measured as FP16",
