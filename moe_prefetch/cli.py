@@ -235,14 +235,16 @@ def bench_kv_quality(
     from .observe.report import check_folder
     from .probes.jobs import builtin_texts, read_texts
 
+    if rows in (journal or ()):
+        raise typer.BadParameter("--rows is also --journal; name two files")
     with _errors():
-        check_folder(folder)
-        if rows:
-            check_rows(rows)
         schemes = job.EVERY if only == "all" else tuple(s.strip() for s in only.split(",")) if only else job.SHORT
         device = "cuda" if torch.cuda.is_available() else "cpu"
         words = (read_texts([text]) if text else builtin_texts())[0]
         wanted = job.Job(words, model, texts, length, schemes, passkey=passkey, device=device, together=4 if device == "cuda" else 1)
+        check_folder(folder)
+        if rows:
+            check_rows(rows)
         kept = Journal(journal or ())
         with _progress() as progress:
             missing = job.run(wanted, kept, progress)

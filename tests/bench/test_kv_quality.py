@@ -229,13 +229,13 @@ def test_keys_are_looked_for_in_caches_only(name):
 def test_a_window_that_holds_the_whole_text_is_refused():
     """It would be measured as FP16."""
     with pytest.raises(ConfigError, match="never leave a window of 1024"):
-        job(schemes=("fp4-quality",), length=1028)
-    job(schemes=("fp4-quality",), length=1029)
+        job(schemes=("fp4-quality",), length=1029)
+    job(schemes=("fp4-quality",), length=1030)
     with pytest.raises(ConfigError, match="32 at a time"):
-        job(schemes=("fp4-72_s32",), length=99)
-    job(schemes=("fp4-72_s32",), length=100)
+        job(schemes=("fp4-72_s32",), length=100)
+    job(schemes=("fp4-72_s32",), length=101)
     with pytest.raises(ConfigError, match="32 at a time"):
-        job(schemes=("fp4-quality",), length=1059, passkey=1)
+        job(schemes=("fp4-quality",), length=1060, passkey=1)
 
 
 @pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_s0", "fp4-quality_s129", "fp4-quality_best",
@@ -283,5 +283,7 @@ def test_the_verb_writes_report_journal_and_rows(model, tmp_path):
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert {r["case"] for r in rows} == {"tiny_fp8_1x72", "tiny_fp4-72_1x72"} and {r["commit"] for r in rows} == {"abc"}
     assert json.loads((tmp_path / "j").read_text().splitlines()[0])["of"]["scheme"] == "fp8"
-    bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5"])
-    assert bad.exit_code == 1 and "fp5" in bad.output
+    same = CliRunner().invoke(cli.app, [*call, "--journal", str(tmp_path / "rows.csv")])
+    assert same.exit_code == 2 and "--rows" in same.output
+    bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5", "--out", str(tmp_path / "new" / "r")])
+    assert bad.exit_code == 1 and "fp5" in bad.output and not (tmp_path / "new").exists()
