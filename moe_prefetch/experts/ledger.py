@@ -1,12 +1,13 @@
 """Every demand is settled here: how many experts were there, late or missing, and which bytes moved for nothing."""
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import operator
+from dataclasses import asdict, dataclass
 
 from ..types import Settlement
 
 
-@dataclass(frozen=True)
+@dataclass
 class Totals:
     """Sums over settlements; experts are counted per (layer, step), distinct. `bytes_wasted` was fetched ahead and never read."""
 
@@ -20,7 +21,7 @@ class Totals:
     stall_s: float = 0.0
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Totals(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def demanded(self) -> int:
