@@ -313,9 +313,9 @@ class Session:
 
     @property
     def ledger(self) -> Ledger:
-        """Every demand so far, settled; with experts.home: host waits for the device, and does not tell prefill from decode."""
+        """Every demand so far, settled; home: host waits for the device, or in a pass tells of those before, and knows no prefill."""
         if self._device is not None:
-            said = self._device.counts()
+            said = self._device.counts(wait=not self._in_pass())
             self._ledger.layers, self._ledger.kinds = list(said.layers), {"all": said.total}
         return self._ledger
 
