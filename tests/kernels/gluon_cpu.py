@@ -8,6 +8,7 @@ that is armed twice and a page that does not exist are errors.
 from __future__ import annotations
 
 import ast
+import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,9 @@ class Pointer:
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.base, unwrap(self.at + unwrap(other)))
+
+    def __getitem__(self, at: Any) -> Pointer:
+        return Pointer(self.base, self.at[at])
 
     def to(self, dtype: torch.dtype) -> Pointer:
         """As another type, a scalar one; as an integer it stays what it is."""
@@ -221,7 +225,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl = types.SimpleNamespace()
     for name in ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32"):
         setattr(gl, name, getattr(torch, name))
-    gl.abs = lambda x: Tensor(x.v.abs())
+    gl.abs, gl.exp2, gl.log2 = (lambda x, f=f: Tensor(f(x.v)) for f in (torch.abs, torch.exp2, torch.log2))
     gl.float8e5, gl.float8e4nv = F8["float8e5"], F8["float8e4nv"]
     gl.constexpr = lambda x: x
     for name in ("NVMMASharedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout",
@@ -232,7 +236,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.SharedLinearLayout = lambda bases: bases
     gl.PaddedSharedLayout = Padded
     gl.static_range = range
-    gl.program_id = lambda axis: program[0]
+    gl.program_id = lambda axis: program[axis]
     gl.num_programs = lambda axis: programs
     gl.inline_asm_elementwise = asm
     gl.pointer_type = lambda dtype: dtype
@@ -356,12 +360,11 @@ class Launch:
         def run(*args: Any, **kw: Any) -> None:
             for option in ("num_warps", "maxnreg", "launch_pdl", "enable_fp_fusion"):
                 kw.pop(option, None)
-            program = [0]
+            program = [0, 0]
             space = modules(program, grid[0], self.asm, self.swizzled) | self.names
             for code in self.codes:
                 exec(code, space)
-            for i in range(grid[0]):
-                program[0] = i
+            for program[:] in itertools.product(range(grid[0]), range(grid[1] if len(grid) > 1 else 1)):
                 space[self.name](*(Pointer(a) if isinstance(a, torch.Tensor) else a for a in args), **kw)
 
         return run

@@ -15,10 +15,10 @@ from moe_prefetch.kernels.kv_attend import general_latent as general
 if not general.GLUON:
     pytest.skip("this version of Triton takes the kernel in Triton", allow_module_level=True)
 
-from moe_prefetch.kernels.kv_attend import fused_latent, fused_latent_steps
+from moe_prefetch.kernels.kv_attend import fused_latent, fused_latent_combine, fused_latent_shares, fused_latent_steps
 from moe_prefetch.kv.format import FORMATS, PageLayout
 
-from .gluon_cpu import Launch, Tensor, inline_asm
+from .gluon_cpu import Launch, Tensor, inline_asm, modules
 from .kv_cases import case
 from .test_kv_attend_latent import compare, mla
 
@@ -32,6 +32,8 @@ def assembly(voted: list[bool]) -> Any:
         half = lambda code: Tensor((code & 0xFF00).to(torch.int16).view(torch.float16))  # noqa: E731
         if "%nctaid" in text or ".reg .b32 voted" in text:
             return 0
+        if "rcp" in text:
+            return Tensor(1 / args[0].v)
         if "bar.red" in text:
             voted[0] = bool((args[0].v > 2.0**14).any())
             return Tensor(torch.zeros_like(args[0].v))
@@ -59,6 +61,8 @@ CASES = {
         name="fp4-72-c64", heads_q=5, heads=2, lengths=[257], sinks=0, window=0, dtype=torch.bfloat16
     ),
     "factors of pages": dict(name="fp4-72", heads_q=16, lengths=[36 + 5 * 128 + 70]),
+    "equal lengths": dict(name="fp4-72", heads_q=16, lengths=[300, 300]),
+    "a window of many pieces": dict(name="fp4-72", heads_q=3, lengths=[700, 30], window=400),
     "pages to the last token": dict(name="fp4-72", heads_q=16, lengths=[128 + 36, 127 + 36]),
 }
 
@@ -70,9 +74,12 @@ def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fused_latent, "programs_on", lambda device: programs)
     if not torch.cuda.is_available():
         names = {"cache": cache, "torch": torch, "PageLayout": PageLayout}
-        text = (fused_latent_steps.__file__, fused_latent.__file__)
-        kernel = Launch("attend_latent", *text, asm=assembly([False]), names=names, swizzled=True)
+        shares = fused_latent_shares.__file__
+        kernel = Launch(
+            "attend_latent", shares, fused_latent_steps.__file__, fused_latent.__file__, asm=assembly([False]), names=names, swizzled=True
+        )
         monkeypatch.setattr(fused_latent, "attend_latent", kernel)
+        monkeypatch.setattr(fused_latent, "combine_latent", Launch("combine_latent", shares, fused_latent_combine.__file__))
     spec = dict(CASES[what])
     args, options = case(mla(spec.pop("name"), 512), spec.pop("heads_q"), spec.pop("lengths"), **spec)
     if "factors" in what:
@@ -82,6 +89,31 @@ def test_equals_the_law(what: str, programs: int, monkeypatch: pytest.MonkeyPatc
             factor = pool[table[0, i].long(), 0, at : at + 4].view(torch.float32)
             factor *= by
     compare(args, options, bound=4e-3 if "factors" in what else 1e-3)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 33, 264])
+@pytest.mark.parametrize("pages", [[256] * 16, [264] * 16, [3] * 40, [1], [1024], [6, 1, 1, 2, 1, 1], [7, 300, 12], [9, 9, 9, 9]])
+@pytest.mark.parametrize("each", [1, 3])
+def test_every_page_is_someones(programs: int, pages: list[int], each: int) -> None:
+    """Shares are all pages, once; slots are those of the programs that meet an item, and differ."""
+    space = modules([0], 1)
+    for code in Launch("share", fused_latent_shares.__file__).codes:
+        exec(code, space)
+    units = [n for n in pages for _ in range(each)]
+    number = lambda x: Tensor(torch.tensor(x))  # noqa: E731
+    total, most = number(sum(units)), number(max(units))
+    shares = [tuple(map(int, space["share"](number(i), programs, total, most, len(units)))) for i in range(programs)]
+    met = [range(*x) for x in shares]
+    assert [u for x in met for u in x] == list(range(sum(units)))
+    taken, before = [], 0
+    for item, n in enumerate(units):
+        s0, s1 = map(int, space["slots"](item, number(before), number(n), programs, total, most, len(units)))
+        those = [i + item for i, x in enumerate(shares) if x[0] < before + n and x[1] > max(before, x[0])]
+        assert list(range(s0, s1)) == those
+        taken += those
+        before += n
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < programs + len(units)
 
 
 def test_takes_what_it_can() -> None:

@@ -18,7 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
-from .fused_latent_steps import FLAT, HEAD, HIGHS, LINES, MMA, PAIRS, QUERIES, SUMS, declare, prepare, step, write
+from ..kv_fp4.fused import ASM
+from .fused_latent_combine import combine_latent, tuning
+from .fused_latent_shares import share
+from .fused_latent_steps import HEAD, HIGHS, LINES, MMA, PAIRS, QUERIES, SUMS, declare, prepare, step, write
+from .latent_recent import attend_recent, pieces_of
 
 NONE = gl.constexpr(-1.0e30)
 CODES = gl.NVMMASharedLayout(128, 8, 5)
@@ -38,6 +42,17 @@ def _ask(codes, rope, rec, half: gl.constexpr, codes_1, rope_1, codes_bar, rope_
 
 
 @gluon.jit
+def _rcp(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _most(x, N: gl.constexpr, L: gl.constexpr):
+    """The largest magnitude that each lane has of a row, [row, lane]."""
+    return gl.convert_layout(gl.max(gl.reshape(gl.abs(x), [16, 32, N]), axis=2), L, assert_trivial=True)
+
+
+@gluon.jit
 def _near(base, half: gl.constexpr, KS_AT: gl.constexpr, TRAILER_AT: gl.constexpr):
     """Scales of half a page, four in a word, [token, word], and the page's factor."""
     BYTES: gl.constexpr = gl.DistributedLinearLayout(
@@ -50,18 +65,19 @@ def _near(base, half: gl.constexpr, KS_AT: gl.constexpr, TRAILER_AT: gl.constexp
 
 @gluon.jit(do_not_specialize=["table_width", "k7", "k8"])
 def attend_latent(
-    codes, rope, q_ptr, pool_ptr, table_ptr, stored_ptr, k_mean_ptr, k_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width,
-    scale_log2, k7, k8,
+    codes, rope, q_ptr, pool_ptr, table_ptr, stored_ptr, k_gain_ptr, part_ptr, ml_ptr, B, table_width, scale_log2, k7, k8,
     BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, PAGE_BYTES: gl.constexpr, KS_AT: gl.constexpr, ROPE_LINE: gl.constexpr,
     TRAILER_AT: gl.constexpr,
 ):
     """Partial attention over pages: latent 512, rotary 64, one query of R heads to N KV heads, 16 an item.
 
-    A program writes slot `program + 2 item` of each item it meets; the one after an item's last is that of its FP16 tokens.
+    A program writes slot `program + item` of each item it meets, in the units of codes: K gain and mean are left to `combine_latent`.
     """
     ITEMS: gl.constexpr = N * ((R + 15) // 16)
     FLATB: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     # [word, head, byte] of what a thread has of the output
     OUT_LOW: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 1, 0], [0, 8, 0]], [[0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[8, 0, 0], [16, 0, 0]], [],
@@ -89,7 +105,6 @@ def attend_latent(
     rope1_bar = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     q_s = gl.allocate_shared_memory(gl.float16, [4, 16, 128], LINES)
     qr_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], LINES)
-    mean_s = gl.allocate_shared_memory(gl.float32, [16], FLAT)
     p_s = gl.allocate_shared_memory(gl.float16, [1, 16, 64], LINES)
     pairs0_s = gl.allocate_shared_memory(gl.int32, [64, 8], PAIRS)
     pairs1_s = gl.allocate_shared_memory(gl.int32, [64, 8], PAIRS)
@@ -106,26 +121,20 @@ def attend_latent(
     pages_B = gl.where(b_B < B, pages_B, 0)
     ends_B = gl.associative_scan(pages_B * ITEMS, 0, _add)
     total = gl.max(ends_B, axis=0)
-    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
     program = gl.program_id(0)
-    unit = program * share
-    end = gl.minimum(unit + share, total)
+    unit, end = share(program, gl.num_programs(0), total, gl.max(pages_B, axis=0), B * ITEMS)
     phase = 0
     while unit < end:
         b = gl.sum((ends_B <= unit).to(gl.int32), axis=0)
         units = gl.sum(gl.where(b_B == b, pages_B, 0), axis=0)
         before = gl.sum(gl.where(b_B == b, ends_B, 0), axis=0) - ITEMS * units
-        within = (unit - before) // units
+        within = (unit - before) // units if ITEMS > 1 else 0
         u0 = unit - before - within * units
         u1 = gl.minimum(units, u0 + end - unit)
         unit += u1 - u0
         n = within // (ITEMS // N)
         item = b * ITEMS + within
-        slot = program + 2 * item
-        if u0 == 0:
-            gl.store(span_ptr + item * 2, slot)
-        if u1 == units:
-            gl.store(span_ptr + item * 2 + 1, slot + 2)
+        slot = program + item
         stored = gl.load(stored_ptr + b)
         table = table_ptr + b * table_width
         u1 = gl.where(stored > 0, u1, u0)
@@ -133,20 +142,20 @@ def attend_latent(
         # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
         h_H = gl.arange(0, 16, gl.SliceLayout(1, QUERY))
         k_K = gl.arange(0, 256, gl.SliceLayout(0, QUERY))
-        o_O = gl.arange(0, 64, gl.SliceLayout(0, QUERY))
+        o_O = gl.arange(0, 64, gl.SliceLayout(0, ROPE))
         first = within % (ITEMS // N) * 16
         q_at = q_ptr + (b * N + n) * R * 576
         on_H = (first + h_H < R)[:, None]
         row_H = (first + h_H)[:, None] * 576
-        mean_ptr = k_mean_ptr + n * 512
+        rope_H = first + gl.arange(0, 16, gl.SliceLayout(1, ROPE))
         gain_ptr = k_gain_ptr + n * 512
         q0_HK = gl.load(q_at + row_H + k_K[None, :], mask=on_H, other=0)
         q1_HK = gl.load(q_at + row_H + 256 + k_K[None, :], mask=on_H, other=0)
-        r_HO = gl.load(q_at + row_H + (512 + o_O)[None, :], mask=on_H, other=0)
-        mean0_K = gl.load(mean_ptr + k_K)
-        mean1_K = gl.load(mean_ptr + 256 + k_K)
+        r_HO = gl.load(q_at + rope_H[:, None] * 576 + (512 + o_O)[None, :], mask=(rope_H < R)[:, None], other=0)
         gain0_K = gl.load(gain_ptr + k_K)
         gain1_K = gl.load(gain_ptr + 256 + k_K)
+        # all warps have left the item before; and queries are asked for before anything waits for the table
+        gl.thread_barrier()
         # what stands in a table behind a row's pages is no page
         page = gl.where(stored > 0, gl.load(table + u0), 0)
         base = pool_ptr + (page.to(gl.int64) * N + n) * PAGE_BYTES
@@ -154,8 +163,6 @@ def attend_latent(
         other, _ = _near(base, 1, KS_AT, TRAILER_AT)
         near = gl.where(stored > 0, gl.load(table + gl.minimum(u0 + 1, last)), 0)
         some = u0 < u1
-        # all warps have left the item before
-        gl.thread_barrier()
         mbarrier.expect(codes0_bar, 16384, pred=some)
         mbarrier.expect(rope0_bar, 8192, pred=some)
         mbarrier.expect(codes1_bar, 16384, pred=some)
@@ -168,18 +175,18 @@ def attend_latent(
         q0_HK = q0_HK.to(gl.float32)
         q1_HK = q1_HK.to(gl.float32)
         r_HO = r_HO.to(gl.float32)
-        mean_H = gl.sum(q0_HK * mean0_K[None, :] + q1_HK * mean1_K[None, :], axis=1)
-        q0_HK = q0_HK * (1.0 / gain0_K)[None, :]
-        q1_HK = q1_HK * (1.0 / gain1_K)[None, :]
-        amax_H = gl.max(gl.maximum(gl.abs(q0_HK), gl.abs(q1_HK)), axis=1)
-        amax_H = gl.maximum(gl.maximum(amax_H, gl.max(gl.abs(r_HO), axis=1)), 1.0e-30)
-        norm_H = 256.0 / amax_H
+        q0_HK = q0_HK * _rcp(gain0_K)[None, :]
+        q1_HK = q1_HK * _rcp(gain1_K)[None, :]
+        most = gl.maximum(gl.maximum(_most(q0_HK, 8, LANES), _most(q1_HK, 8, LANES)), _most(r_HO, 2, LANES))
+        amax_H = gl.maximum(gl.max(most, axis=1), 1.0e-30)
+        norm_H = 256.0 * _rcp(amax_H)
+        norm_r = gl.convert_layout(norm_H, gl.SliceLayout(1, ROPE), assert_trivial=True)
+        norm_H = gl.convert_layout(norm_H, gl.SliceLayout(1, QUERY), assert_trivial=True)
         q0_HK = (q0_HK * norm_H[:, None]).to(gl.float16)
         q1_HK = (q1_HK * norm_H[:, None]).to(gl.float16)
         q_s._reinterpret(gl.float16, [16, 512], QUERIES).store(gl.reshape(gl.permute(gl.join(q0_HK, q1_HK), [0, 2, 1]), [16, 512]))
-        qr_s.index(0).store((r_HO * norm_H[:, None]).to(gl.float16))
+        qr_s.index(0).store((r_HO * norm_r[:, None]).to(gl.float16))
         back_R = gl.convert_layout(amax_H * (scale_log2 / 256.0), HEAD)
-        mean_s.store(mean_H * scale_log2)
         prepare(four, u0 * 128, stored, pairs0_s, high0_s)
         fence_async_shared()
         gl.thread_barrier()
@@ -214,19 +221,19 @@ def attend_latent(
             now = then
 
         acc0, acc1, acc2, acc3, acc4, acc5 = warpgroup_mma_wait(0, [acc0, acc1, acc2, acc3, acc4, acc5])
-        l_R = gl.convert_layout(gl.sum(gl.sum(l_TR, axis=0), axis=0), HEAD) * 0.015625
-        m_R = m_R + mean_s.load(HEAD)
-        r_R = gl.arange(0, 16, HEAD)
+        # nothing here waits for global memory: what gains and means do to the sums is done once, by the last step
         unit_1 = factor.to(gl.float32, bitcast=True) * 256.0
         out = part_ptr + slot * 8192
         accs = (acc0, acc1, acc2, acc3)
         for i in gl.static_range(4):
             # rows are [half a group, byte, word of 8]
             acc = gl.reshape(gl.permute(gl.reshape(accs[i], [4, 2, 8, 16]), [0, 2, 3, 1]), [32, 16, 2])
-            write(out + 128 * i, mean_ptr + 128 * i, gain_ptr + 128 * i, acc, l_R, unit_1, 32, OUT_LOW)
-        write(out + 32, mean_ptr + 32, gain_ptr + 32, gl.join(acc4, acc5), l_R, unit_1, 128, OUT_HIGH)
-        gl.store(ml_ptr + (slot * 16 + r_R) * 2, m_R)
-        gl.store(ml_ptr + (slot * 16 + r_R) * 2 + 1, l_R)
+            write(out + 128 * i, acc, unit_1, 32, OUT_LOW)
+        write(out + 32, gl.join(acc4, acc5), unit_1, 128, OUT_HIGH)
+        l_R = gl.convert_layout(gl.sum(gl.sum(l_TR, axis=1), axis=0), HEAD) * 0.015625
+        at_R = ml_ptr + (slot * 16 + gl.arange(0, 16, HEAD)) * 3
+        gl.store(at_R, m_R)
+        gl.store(at_R + 1, l_R)
 
 
 PROGRAMS = 2  # of a multiprocessor: 255 registers a thread, 106 KB of shared memory
@@ -260,3 +267,30 @@ def serves(layout: PageLayout, pool_PNb: torch.Tensor, queries: int, sliding: in
 def programs_on(device: torch.device) -> int:
     """Programs of one launch: all of them fit on the chip at once."""
     return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def attend(
+    q_BHTd: torch.Tensor, q_len_B: torch.Tensor, pool_PNb: torch.Tensor, table_BP: torch.Tensor, stored_B: torch.Tensor,
+    length_B: torch.Tensor, sink_k: torch.Tensor, recent_k: torch.Tensor, recent_first_B: torch.Tensor, book: tuple[torch.Tensor, ...],
+    layout: PageLayout, out: torch.Tensor, lse: torch.Tensor, scale_log2: float, sink_H: torch.Tensor | None, padded: int,
+) -> None:
+    """What `general_latent.attend` does, for calls that it `serves`; fills out and lse. padded: a power of two >= the batch."""
+    (B, H), N, sinks = q_BHTd.shape[:2], pool_PNb.shape[1], sink_k.shape[2]
+    R, ring = H // N, max(recent_k.shape[2], 1)
+    programs, items, q = programs_on(q_BHTd.device), B * N * -(-R // 16), q_BHTd.contiguous()
+    pieces, each = pieces_of(sinks + ring)
+    f32 = {"dtype": torch.float32, "device": q.device}
+    slots = programs + items * (1 + pieces)
+    part, ml = torch.empty(slots, 16, 512, **f32), torch.empty(slots, 16, 3, **f32)
+    pdl = {"launch_pdl": True} if ASM.value else {}
+    attend_latent[(programs,)](
+        *sources(pool_PNb, layout), q, pool_PNb, table_BP, stored_B, book[2], part, ml, B, table_BP.shape[1], scale_log2, 1 << 7, 1 << 8,
+        BP=padded, N=N, R=R, **constants(layout), num_warps=4, maxnreg=255)
+    # beside the pages, in places that they leave
+    attend_recent[(items, pieces)](
+        q, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2], part, ml, programs + items, scale_log2, N=N, R=R, RP=16,
+        D=512, ROPE=64, SINKS=sinks, RING=ring, TT=32, EACH=each, PDL=bool(pdl), num_warps=8, **pdl)
+    how = tuning(programs, items)
+    combine_latent[(B * H, 512 * how["SPLIT"] // (how["WARPS"] * 32 * how["V"]))](
+        q_len_B, stored_B, length_B, book[1], book[2], lse if sink_H is None else sink_H, part, ml, out, lse, B, programs, programs + items,
+        BP=padded, N=N, R=R, PIECES=pieces, LOGIT=sink_H is not None, PDL=bool(pdl), num_warps=how["WARPS"], **how, **pdl)

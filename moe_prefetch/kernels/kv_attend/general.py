@@ -237,7 +237,7 @@ def attend_general(
 def merge_parts(
     q_len_ptr, length_ptr, logit_ptr, part_ptr, ml_ptr, span_ptr, out_ptr, lse_ptr,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, LOGIT: tl.constexpr,
-    SB: tl.constexpr, PDL: tl.constexpr = False,
+    SB: tl.constexpr,
 ):
     """DP channels of one query row of all: its slots and the learned logit. out FP32 [B, N, R, DV], lse FP32 [B, N, R]."""
     BLOCKS: tl.constexpr = (R + RP - 1) // RP
@@ -251,8 +251,6 @@ def merge_parts(
     s_S = tl.arange(0, SB)
     q_len = tl.load(q_len_ptr + b)
     there = (row % T < q_len) & (tl.load(length_ptr + b) - q_len + row % T >= 0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     s0 = tl.load(span_ptr + item * 2)
     s1 = tl.load(span_ptr + item * 2 + 1)
     m = NONE

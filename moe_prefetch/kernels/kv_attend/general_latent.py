@@ -14,7 +14,7 @@ from ...kv.format import PageLayout
 from ..kv_fp4.fused import ASM, NONE, bend, dot, exp2, seen
 from .general import LOG2E, merge_parts
 from .general_tiles import FP8, FP16, UNIT, byte_at, e4m3, item_at, keep, scale16, scale32, units_of
-from .latent_recent import attend_recent, latent_recent, softmax_step
+from .latent_recent import latent_recent, softmax_step
 
 
 @triton.jit
@@ -311,31 +311,24 @@ def attend(
     B, H, T, _ = q_BHTd.shape
     N, dev, D = pool_PNb.shape[1], q_BHTd.device, layout.k_dim
     R = H // N * T
-    const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap)
-    fused = FUSED and fused_latent.serves(layout, pool_PNb, T, sliding, softcap)
-    pdl = {"launch_pdl": True} if fused and ASM.value else {}
-    programs, items = fused_latent.programs_on(dev) if fused else programs_on(dev, layout), B * N * -(-R // ROWS)
     out = torch.empty(B, H, T, D, dtype=torch.float32, device=dev)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=dev)
+    if FUSED and fused_latent.serves(layout, pool_PNb, T, sliding, softcap):
+        fused_latent.attend(
+            q_BHTd, q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book, layout, out, lse,
+            scale * LOG2E, sink_H, triton.next_power_of_2(max(16, B)))
+        return out, lse
+    const = constants(layout, N, R, T, B, sinks=sink_k.shape[2], ring=recent_k.shape[2], sliding=sliding, softcap=softcap)
+    programs, items = programs_on(dev, layout), B * N * -(-R // ROWS)
     part = torch.empty(programs + 2 * items, ROWS, D, dtype=torch.float32, device=dev)
     ml = torch.empty(programs + 2 * items, ROWS, 2, dtype=torch.float32, device=dev)
     span = torch.empty(items, 2, dtype=torch.int32, device=dev)
-    if fused:
-        shape = {k: const[k] for k in ("BP", "N", "R")}
-        fused_latent.attend_latent[(programs,)](
-            *fused_latent.sources(pool_PNb, layout), q_BHTd.contiguous(), pool_PNb, table_BP, stored_B, book[1], book[2], part, ml, span, B,
-            table_BP.shape[1], scale * LOG2E, 1 << 7, 1 << 8, **shape, **fused_latent.constants(layout), num_warps=4, maxnreg=255)
-        # behind the pages, in places that they leave
-        attend_recent[(items,)](
-            q_BHTd.contiguous(), q_len_B, stored_B, length_B, sink_k, recent_k, recent_first_B, part, ml, B, programs, scale * LOG2E,
-            **shape, RP=ROWS, T=T, D=D, ROPE=layout.rope, SINKS=sink_k.shape[2], RING=const["RING"], PDL=bool(pdl), num_warps=4, **pdl)
-    else:
-        attend_latent[(programs,)](
-            q_BHTd.contiguous(), q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2],
-            part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
+    attend_latent[(programs,)](
+        q_BHTd.contiguous(), q_len_B, pool_PNb, table_BP, stored_B, length_B, sink_k, recent_k, recent_first_B, book[1], book[2],
+        part, ml, span, B, table_BP.shape[1], scale * LOG2E, **const, num_warps=4)
     # all partial results of an item at once, 128 channels a program
     some = min(32, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
     merge_parts[(B * N * R, D // 128)](
         q_len_B, length_B, lse if sink_H is None else sink_H, part, ml, span, out, lse, N=N, R=R, RP=ROWS, T=T, DV=D,
-        DP=128, LOGIT=sink_H is not None, SB=some, PDL=bool(pdl), num_warps=4, **pdl)
+        DP=128, LOGIT=sink_H is not None, SB=some, num_warps=4)
     return out, lse

@@ -66,39 +66,84 @@ def latent_recent(
 
 @triton.jit
 def attend_recent(
-    q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, recent_k_ptr, recent_first_ptr, part_ptr, ml_ptr, B, programs, scale_log2,
-    BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    SINKS: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, stored_ptr, length_ptr, sink_k_ptr, recent_k_ptr, recent_first_ptr, k_mean_ptr, k_gain_ptr, part_ptr, ml_ptr, before, scale_log2,
+    N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+    TT: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The FP16 tokens of one item beside `fused_latent.attend_latent`, which has `programs` over the pages: the slot after its last."""
+    """EACH of an item's FP16 tokens, TT at a time, beside `fused_latent.attend_latent`: slots from `before` on.
+
+    Small programs that ask for all they need at once, so that they find places beside pages and are soon ready. What they write is in the
+    units of pages: times the K gain, and scores without the part of the K mean, which stands third in `ml`.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (R + RP - 1) // RP
     DQ: tl.constexpr = D + ROPE
     item = tl.program_id(0)
     head = item // BLOCKS
-    b = head // N
-    b_B = tl.arange(0, BP)
-    pages_B = tl.where(b_B < B, tl.maximum((tl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128, 1), 0)
-    through = tl.sum(tl.where(b_B < b, pages_B, 0), axis=0) * (N * BLOCKS)
-    through += tl.sum(tl.where(b_B == b, pages_B, 0), axis=0) * (item % (N * BLOCKS) + 1)
-    share = tl.cdiv(tl.sum(pages_B, axis=0) * (N * BLOCKS), programs)
-    slot = (through - 1) // share + 2 * item + 1
-    length = tl.load(length_ptr + b)
-    q_len = tl.load(q_len_ptr + b)
-    row_R = item % BLOCKS * RP + tl.arange(0, RP)
-    on_R = row_R < R
-    q_at = q_ptr + head * R * DQ
-    amax_R = tl.full((RP,), 1.0e-30, tl.float32)
-    for p in tl.static_range((DQ + 63) // 64):
-        c_C = 64 * p + tl.arange(0, 64)
-        q_CR = tl.load(q_at + row_R[None, :] * DQ + c_C[:, None], mask=(c_C < DQ)[:, None] & on_R[None, :], other=0).to(tl.float32)
-        amax_R = tl.maximum(amax_R, tl.max(tl.abs(q_CR), axis=0))
-    qpos_R = tl.where(on_R & (row_R % T < q_len), length - q_len + row_R % T, -1)
-    latent_recent(
-        q_at, row_R, on_R, 256.0 / amax_R, amax_R * (scale_log2 / 256.0), qpos_R, head, tl.load(stored_ptr + b), length,
-        tl.load(recent_first_ptr + b), sink_k_ptr, recent_k_ptr, part_ptr + slot * RP * D, ml_ptr + slot * RP * 2,
-        T, D, ROPE, RP, SINKS, RING, 0, 0.0)
-    if PDL and item == tl.num_programs(0) - 1:
+    c_C = tl.arange(0, 64)
+    r_R = tl.arange(0, RP)
+    row_R = item % BLOCKS * RP + r_R
+    at_CR = q_ptr + head * R * DQ + row_R[None, :] * DQ + c_C[:, None]
+    length = tl.load(length_ptr + head // N)
+    stored = tl.load(stored_ptr + head // N)
+    first = tl.load(recent_first_ptr + head // N)
+    qs = ()
+    for p in tl.static_range(DQ // 64):
+        qs = qs + (tl.load(at_CR + 64 * p, mask=(row_R < R)[None, :], other=0).to(tl.float32),)
+    means = ()
+    gains = ()
+    for p in tl.static_range(D // 64):
+        means = means + (tl.load(k_mean_ptr + head % N * D + 64 * p + c_C),)
+        gains = gains + (tl.load(k_gain_ptr + head % N * D + 64 * p + c_C),)
+    in_sinks = tl.minimum(length, SINKS)
+    count = tl.where(length > SINKS, length - stored, length)
+    # a row's largest element becomes 256
+    amax_CR = tl.full((64, RP), 1.0e-30, tl.float32)
+    shift_CR = tl.zeros((64, RP), tl.float32)
+    for p in tl.static_range(DQ // 64):
+        amax_CR = tl.maximum(amax_CR, tl.abs(qs[p]))
+        if 64 * p < D:
+            shift_CR += qs[p] * means[p][:, None]
+    amax_R = tl.max(amax_CR, axis=0)
+    shift_R = tl.sum(shift_CR, axis=0) * scale_log2
+    norm_R = 256.0 / amax_R
+    m_R = tl.full((RP,), NONE, tl.float32)
+    l_TR = tl.zeros((TT, RP), tl.float32)
+    accs = ()
+    for _ in tl.static_range(D // 64):
+        accs = accs + (tl.zeros((RP, 64), tl.float32),)
+    for at in tl.range(0, EACH, TT):
+        t_T = tl.program_id(1) * EACH + at + tl.arange(0, TT)
+        there_T = t_T < count
+        k_T = recent_k_ptr + (head * RING + (first + t_T - in_sinks) % RING) * DQ
+        if SINKS > 0:
+            k_T = tl.where(t_T < in_sinks, sink_k_ptr + (head * SINKS + t_T) * DQ, k_T)
+        ks = ()
+        for p in tl.static_range(DQ // 64):
+            ks = ks + (tl.load(k_T[:, None] + 64 * p + c_C[None, :], mask=there_T[:, None], other=0),)
+        s_TR = tl.zeros((TT, RP), tl.float32)
+        for p in tl.static_range(DQ // 64):
+            s_TR = dot(ks[p], (qs[p] * norm_R[None, :]).to(tl.float16), s_TR)
+        s_TR = tl.where(there_T[:, None], s_TR * (amax_R * (scale_log2 / 256.0))[None, :], float("-inf"))
+        p_TR, alpha_R, m_R, l_TR = softmax_step(s_TR, m_R, l_TR)
+        p_RT = tl.trans(p_TR.to(tl.float16))
+        new = ()
+        for p in tl.static_range(D // 64):
+            new = new + (dot(p_RT, ks[p], accs[p] * alpha_R[:, None]),)
+        accs = new
+    slot = before + item * tl.num_programs(1) + tl.program_id(1)
+    for p in tl.static_range(D // 64):
+        tl.store(part_ptr + (slot * RP + r_R)[:, None] * D + 64 * p + c_C[None, :], accs[p] * gains[p][None, :])
+    tl.store(ml_ptr + (slot * RP + r_R) * 3, m_R - shift_R)
+    tl.store(ml_ptr + (slot * RP + r_R) * 3 + 1, tl.sum(l_TR, axis=0))
+    tl.store(ml_ptr + (slot * RP + r_R) * 3 + 2, shift_R)
+    if PDL and (item == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         # the end of this launch is to mean the end of that before it
         tl.extra.cuda.gdc_wait()
+
+
+def pieces_of(tokens: int) -> tuple[int, int]:
+    """Programs of `attend_recent` an item, and tokens of each: 32 or a multiple, so that all are in flight at once."""
+    pieces = min(8, max(1, -(-tokens // 32)))
+    return pieces, -(-tokens // (32 * pieces)) * 32
