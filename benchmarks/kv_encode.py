@@ -25,7 +25,7 @@ from kv_attend import timed
 from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_encode import fused, general, general_planes
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, encode_naive, neutral_book, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of, layout_for
 
 HEADS, STRIDE = 8, 16
@@ -57,8 +57,8 @@ def heads_of(layout: PageLayout) -> int:
 
 def book_of(layout: PageLayout) -> Book:
     book, heads = neutral_book(layout, heads_of(layout), "cuda"), heads_of(layout)
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(heads)])
-    return (channels.to(torch.int32).contiguous(), *book[1:])
+    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers] for _ in range(heads)])
+    return (arranged(channels, layout), *book[1:])
 
 
 def runs_of(pages: list[int], start: int, count: int, source: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from moe_prefetch.kernels.kv_attend import fused
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import arranged, encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 from .kv_cases import DEVICE, NOWHERE
@@ -43,8 +43,8 @@ def case(
     ids = torch.randperm(B * width + 2)
     table = ids[: B * width].reshape(B, width)
     rand = lambda: torch.randn(heads, dim).abs() + 0.5  # noqa: E731
-    channels = torch.stack([torch.randperm(dim)[:outliers].sort().values for _ in range(heads)]).to(torch.int32)
-    book = tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, dim) * 0.5, rand(), rand(), rand(), rand()))
+    channels = arranged(torch.stack([torch.randperm(dim)[:outliers] for _ in range(heads)]), layout)
+    book = tuple(x.to(DEVICE) for x in (channels, torch.randn(heads, dim) * 0.5, rand(), rand(), rand(), rand()))
     pool = empty_pages(len(ids), heads, layout, DEVICE)
     for b, n in enumerate(stored):
         if n:

@@ -20,7 +20,7 @@ from moe_prefetch.kernels.kv_encode import fused
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.fused_elements import _byte, _codes, _scales, table_on
 from moe_prefetch.kernels.kv_encode.naive import empty_pages, fp4_blocks
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for, shares
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, book_shares, encode_naive, runs_for, shares
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 from .gluon_cpu import Launch, Pointer, Tensor, unwrap
@@ -36,8 +36,9 @@ def book_of(layout: PageLayout, heads: int) -> Book:
     channels = torch.stack([torch.randperm(d)[: layout.outliers].sort().values for _ in range(heads)]).to(torch.int32)
     if layout.outliers > 2:
         channels[0, -1] = -1
-    k_weight, v_weight = book_shares(rand(), rand(), layout)
-    return tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, d), rand(), k_weight, rand(), v_weight))
+    channels = arranged(channels, layout)
+    k_weight, v_weight = book_shares(channels, rand(), rand(), layout)
+    return tuple(x.to(DEVICE) for x in (channels, torch.randn(heads, d), rand(), k_weight, rand(), v_weight))
 
 
 def tokens(n: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -316,7 +317,8 @@ dim, outliers = 64, 4
 layout = PageLayout(FORMATS["fp4-quality"], dim, dim, outliers)
 at = {k: v[0] for k, v in layout.offsets.items()}
 constants = dict(N=8, D=dim, OUT=outliers, OUTP=4, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
-                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], PDL=True)
+                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], PDL=True,
+                 SWAPS=len(layout.reserved), KS_ROW=layout.k_scale_row)
 types = {"pool_ptr": "*u8", "k_ptr": "*bf16", "v_ptr": "*bf16", "counts_ptr": "*i64"} | dict.fromkeys(
     ("runs_ptr", "channels_ptr", "table_ptr", "ready_ptr", "out_ptr"), "*i32")
 for name in sys.argv[1:]:

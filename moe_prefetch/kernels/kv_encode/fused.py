@@ -20,6 +20,7 @@ from .fused_elements import (
     _scales,
     _settle,
     _shared_table,
+    _swapped,
     _tally,
     table_on,
 )
@@ -36,20 +37,26 @@ PAGES = ASM.value and GLUON
 @triton.jit
 def _append_k(
     record, row, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, KS_AT: tl.constexpr, KO_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
+    KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
     d_D = tl.arange(0, D)
     x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + d_D).to(tl.float32))
     _tally(counts_ptr, big, nan)
     gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
-    x = tl.reshape((x_D - tl.load(k_mean_ptr + n * D + d_D)) * gain_D, (C, 32))
+    x_D = (x_D - tl.load(k_mean_ptr + n * D + d_D)) * gain_D
+    if SWAPS > 0:
+        ch_D = _swapped(d_D, n, channels_ptr, OUT, SWAPS)
+        x_D = tl.gather(x_D, ch_D, 0)
+        w_D = tl.gather(w_D, ch_D, 0)
+    x = tl.reshape(x_D, (C, 32))
     scale_C, inverse_C = _scales((x,), (tl.reshape(w_D, (C, 32)),), table_ptr, 0, False)
     lo, hi = tl.split(tl.permute(tl.reshape(_codes(x, inverse_C), (D // 64, 2, 32)), (0, 2, 1)))
     tl.store(record + slot * (D // 2) + tl.arange(0, D // 64)[:, None] * 32 + tl.arange(0, 32)[None, :], _byte(lo, hi))
-    factor = _settle(record, KS_AT, TRAILER_AT, tl.max(_exponent(scale_C), axis=0), slot, C)
-    tl.store(record + KS_AT + slot * C + tl.arange(0, C), _scale_byte(scale_C, factor))
+    # behind a barrier: scales may lie where codes were written
+    factor = _settle(record, KS_AT, TRAILER_AT, tl.max(_exponent(scale_C), axis=0), slot, C, KS_ROW)
+    tl.store(record + KS_AT + slot * KS_ROW + tl.arange(0, C), _scale_byte(scale_C, factor))
     if OUT > 0:
         one = tl.arange(0, 1)
         _outliers(record, row - slot, n, slot + one, one == 0, k_ptr, channels_ptr, k_mean_ptr, N, D, OUT, OUTP, KO_AT)
@@ -76,15 +83,15 @@ def _append_v(
     old_D = tl.load(at_D).to(tl.int32)
     new_D = tl.where(slot >= 64, _byte(none_D, code_D), _byte(code_D, none_D)).to(tl.int32)
     tl.store(at_D, ((old_D & tl.where(slot >= 64, 0x71, 0x8E)) | new_D).to(tl.uint8))
-    factor = _settle(record, VS_AT, TRAILER_AT + 4, tl.max(_exponent(scale_G), axis=0), slot, G)
+    factor = _settle(record, VS_AT, TRAILER_AT + 4, tl.max(_exponent(scale_G), axis=0), slot, G, G)
     tl.store(record + VS_AT + slot * G + tl.arange(0, G), _scale_byte(scale_G, factor))
 
 
 @triton.jit
 def append_one(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr,
-    KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     """Runs of one token each: program (run, head, K or V)."""
     run = tl.program_id(0)
@@ -97,7 +104,7 @@ def append_one(
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     if tl.program_id(2) == 0:
         _append_k(record, row, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr, N, D, OUT, OUTP,
-                  KS_AT, KO_AT, TRAILER_AT)
+                  SWAPS, KS_AT, KS_ROW, KO_AT, TRAILER_AT)
     else:
         _append_v(record, row, slot, n, v_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr, N, D, V_AT, VS_AT, TRAILER_AT)
 
@@ -105,16 +112,19 @@ def append_one(
 @triton.jit
 def prepare_book(
     channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr,
 ):
     """What pages read of a book for every element, int32: K gains without outliers [N, D], then weights [2 (K, V), N, 4, D], where row i's
-    lie in byte i. Nothing has been counted yet.
+    lie in byte i, of K by place; then the channels in these places. Nothing has been counted yet.
     """
     n = tl.program_id(0)
     d_D = tl.arange(0, D)
     if n == 0:
         tl.store(counts_ptr + tl.arange(0, 2), 0)
-    gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    ch_D = _swapped(d_D, n, channels_ptr, OUT, SWAPS)
+    gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    if SWAPS > 0:
+        tl.store(out_ptr + (9 * N + n) * D + d_D, ch_D)
     tl.store(out_ptr + n * D + d_D, gain_D.to(tl.int32, bitcast=True))
     at = out_ptr + N * D + tl.arange(0, 4)[:, None] * D + d_D[None, :]
     shift = tl.arange(0, 4)[:, None] * 8
@@ -133,12 +143,19 @@ def count_nothing(counts_ptr, PDL: tl.constexpr):
 
 # whole pages -----------------------------------------------------------------------------------------------------------
 @triton.jit
-def _tiles(ptr, row, n, t_T, on_T, first, loud_T, counts_ptr, N: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, CLEAN: tl.constexpr):
-    """FP32 [T, 16] tiles of neighbouring channels from `first` on, and the loudest number of each token so far, NaN included."""
-    at = ptr + ((row + t_T).to(tl.int64) * N + n)[:, None] * D + (first + tl.arange(0, 16))[None, :]
+def _tiles(
+    ptr, row, n, t_T, on_T, first, places_ptr, loud_T, counts_ptr,
+    N: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, SWAPS: tl.constexpr, CLEAN: tl.constexpr,
+):
+    """FP32 [T, 16] tiles of neighbouring channels, or places, from `first` on, and the loudest number of each token so far, NaN included."""
+    at = ptr + ((row + t_T).to(tl.int64) * N + n)[:, None] * D
+    ch = first + tl.arange(0, 16)
+    if SWAPS == 0:
+        at = at + ch[None, :]
     xs = ()
     for i in tl.static_range(TILES):
-        x = tl.load(at + i * 16, mask=on_T[:, None], other=0).to(tl.float32)
+        to = tl.load(places_ptr + n * D + ch + i * 16)[None, :] if SWAPS > 0 else i * 16
+        x = tl.load(at + to, mask=on_T[:, None], other=0).to(tl.float32)
         if CLEAN:
             x, big, nan = _clean(x)
             _tally(counts_ptr, big, nan)
@@ -151,11 +168,12 @@ def _tiles(ptr, row, n, t_T, on_T, first, loud_T, counts_ptr, N: tl.constexpr, D
 @triton.jit
 def _codes_k(
     record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-    N: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, SWAPS: tl.constexpr, CLEAN: tl.constexpr,
 ):
     """Write K codes. Returns scales FP32 [64] by group, then tokens from 64 on, then half, and the loudest numbers."""
     ch = tl.arange(0, 16)
     loud_T = tl.zeros((64,), tl.float32)
+    places_ptr = ready_ptr + 9 * N * D
     scales = ()
     for g in tl.static_range(D // 64):
         for upper in tl.static_range(2):
@@ -164,13 +182,14 @@ def _codes_k(
             planes = ()
             for half in tl.static_range(2):
                 first = g * 64 + half * 32
-                xs, loud_T = _tiles(k_ptr, row, n, t_T, on_T, first, loud_T, counts_ptr, N, D, 2, CLEAN)
+                xs, loud_T = _tiles(k_ptr, row, n, t_T, on_T, first, places_ptr, loud_T, counts_ptr, N, D, 2, SWAPS, CLEAN)
                 ys = ()
                 ws = ()
                 for i in tl.static_range(2):
                     at = n * D + first + i * 16 + ch
                     gain = tl.load(ready_ptr + at).to(tl.float32, bitcast=True)
-                    ys = ys + ((xs[i] - tl.load(k_mean_ptr + at)[None, :]) * gain[None, :],)
+                    mean = tl.load(k_mean_ptr + (n * D + tl.load(places_ptr + at) if SWAPS > 0 else at))
+                    ys = ys + ((xs[i] - mean[None, :]) * gain[None, :],)
                     ws = ws + (tl.load(ready_ptr + N * D + n * 3 * D + at)[None, :],)
                 scale_T, inverse_T = _scales(ys, ws, table_ptr, lane_table, True)
                 planes = planes + (_codes(ys[0], inverse_T), _codes(ys[1], inverse_T))
@@ -192,28 +211,31 @@ def _top(scales, on_T):
 @triton.jit
 def _pages_k(
     record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, KS_AT: tl.constexpr, KO_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
+    KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, False)
+    scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, SWAPS,
+                              False)
     # NaN is not within either
     if tl.reduce(loud_T, 0, _louder) <= 65504.0:
         pass
     else:
-        scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, True)
+        scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, SWAPS,
+                                  True)
     t_T = tl.arange(0, 64)
     lo_T = (t_T >= slot) & (t_T < slot + count)
     hi_T = (t_T + 64 >= slot) & (t_T + 64 < slot + count)
     # scales come by group, then upper tokens, then half
     top = tl.maximum(tl.maximum(_top(scales[0::4], lo_T), _top(scales[1::4], lo_T)),
                      tl.maximum(_top(scales[2::4], hi_T), _top(scales[3::4], hi_T)))
-    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, C)
+    # behind a barrier: scales may lie where codes were written
+    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, C, KS_ROW)
     for g in tl.static_range(C // 2):
         for half in tl.static_range(2):
-            at = record + KS_AT + t_T * C + 2 * g + half
+            at = record + KS_AT + t_T * KS_ROW + 2 * g + half
             tl.store(at, _scale_byte(scales[4 * g + half], factor), mask=lo_T)
-            tl.store(at + 64 * C, _scale_byte(scales[4 * g + 2 + half], factor), mask=hi_T)
+            tl.store(at + 64 * KS_ROW, _scale_byte(scales[4 * g + 2 + half], factor), mask=hi_T)
     if OUT > 0:
         for upper in tl.static_range(2):
             on_T = hi_T if upper else lo_T
@@ -245,7 +267,7 @@ def _codes_v(
         planes = ()
         for half in tl.static_range(2):
             on_B = hi_B if half else lo_B
-            xs, loud_B = _tiles(v_ptr, row, n, t_B + half * 64, on_B, g * 64, loud_B, counts_ptr, N, D, 4, CLEAN)
+            xs, loud_B = _tiles(v_ptr, row, n, t_B + half * 64, on_B, g * 64, ready_ptr, loud_B, counts_ptr, N, D, 4, 0, CLEAN)
             ys = ()
             ws = ()
             for i in tl.static_range(4):
@@ -284,7 +306,7 @@ def _pages_v(
         scales, loud_B = _codes_v(record, row, slot, count, n, v_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D,
                                   V_AT, True)
     top = tl.maximum(_top(scales[0::2], lo_B), _top(scales[1::2], hi_B))
-    factor = _settle(record, VS_AT, TRAILER_AT + 4, top, slot, G)
+    factor = _settle(record, VS_AT, TRAILER_AT + 4, top, slot, G, G)
     for g in tl.static_range(G):
         tl.store(record + VS_AT + t_B * G + g, _scale_byte(scales[2 * g], factor), mask=lo_B)
         tl.store(record + VS_AT + (t_B + 64) * G + g, _scale_byte(scales[2 * g + 1], factor), mask=hi_B)
@@ -293,8 +315,8 @@ def _pages_v(
 @triton.jit
 def encode_pages(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr,
-    KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     """Runs of up to 128 tokens: program (run, head, K or V)."""
     run = tl.program_id(0)
@@ -309,7 +331,7 @@ def encode_pages(
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     if tl.program_id(2) == 0:
         _pages_k(record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-                 N, D, OUT, OUTP, KS_AT, KO_AT, TRAILER_AT)
+                 N, D, OUT, OUTP, SWAPS, KS_AT, KS_ROW, KO_AT, TRAILER_AT)
     else:
         _pages_v(record, row, slot, count, n, v_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, V_AT, VS_AT,
                  TRAILER_AT)
@@ -346,12 +368,13 @@ def encode(
         "N": N, "D": D, "OUT": out, "OUTP": triton.next_power_of_2(max(1, out)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"], "enable_fp_fusion": False,
     }  # fmt: skip
+    swaps = {"SWAPS": len(layout.reserved), "KS_ROW": layout.k_scale_row}
     if most == 1:
         counts = torch.zeros(2, dtype=torch.int64, device=dev)
         append_one[(len(runs_R4), N, 2)](
-            *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, num_warps=1)
+            *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, **swaps, num_warps=1)
         return counts
-    pages = PAGES and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
+    pages = PAGES and not layout.reserved and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
     counts = torch.empty(2, dtype=torch.int64, device=dev)
     if pages:
         step, apart = fused_pages.grid(dev, N, len(runs_R4))
@@ -361,8 +384,8 @@ def encode(
             *tensors, k_gain, k_weight, v_gain, v_weight, counts, fused_pages.table_on(dev), len(runs_R4), step, 128, apart, **constants,
             num_warps=4, maxnreg=REGISTERS, **pdl)
     else:
-        ready = torch.empty(9, N, D, dtype=torch.int32, device=dev)
-        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, num_warps=1)
+        ready = torch.empty(10, N, D, dtype=torch.int32, device=dev)
+        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, SWAPS=len(layout.reserved), num_warps=1)
         encode_pages[(len(runs_R4), N, 2)](
-            *tensors, v_gain, ready, counts, table_on(dev), **constants, num_warps=4, maxnreg=REGISTERS)
+            *tensors, v_gain, ready, counts, table_on(dev), **constants, **swaps, num_warps=4, maxnreg=REGISTERS)
     return counts
