@@ -41,16 +41,11 @@ def _append_k(
     KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    d_D = tl.arange(0, D)
-    x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + d_D).to(tl.float32))
+    ch_D = _swapped(tl.arange(0, D), n, channels_ptr, OUT, SWAPS)
+    x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + ch_D).to(tl.float32))
     _tally(counts_ptr, big, nan)
-    gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
-    x_D = (x_D - tl.load(k_mean_ptr + n * D + d_D)) * gain_D
-    if SWAPS > 0:
-        ch_D = _swapped(d_D, n, channels_ptr, OUT, SWAPS)
-        x_D = tl.gather(x_D, ch_D, 0)
-        w_D = tl.gather(w_D, ch_D, 0)
-    x = tl.reshape(x_D, (C, 32))
+    gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    x = tl.reshape((x_D - tl.load(k_mean_ptr + n * D + ch_D)) * gain_D, (C, 32))
     scale_C, inverse_C = _scales((x,), (tl.reshape(w_D, (C, 32)),), table_ptr, 0, False)
     lo, hi = tl.split(tl.permute(tl.reshape(_codes(x, inverse_C), (D // 64, 2, 32)), (0, 2, 1)))
     tl.store(record + slot * (D // 2) + tl.arange(0, D // 64)[:, None] * 32 + tl.arange(0, 32)[None, :], _byte(lo, hi))
@@ -111,11 +106,11 @@ def append_one(
 
 @triton.jit
 def prepare_book(
-    channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
+    channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
     N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr,
 ):
     """What pages read of a book for every element, int32: K gains without outliers [N, D], then weights [2 (K, V), N, 4, D], where row i's
-    lie in byte i, of K by place; then the channels in these places. Nothing has been counted yet.
+    lie in byte i; where outliers swap places then K means [N, D], K's all by place. Nothing has been counted yet.
     """
     n = tl.program_id(0)
     d_D = tl.arange(0, D)
@@ -124,12 +119,26 @@ def prepare_book(
     ch_D = _swapped(d_D, n, channels_ptr, OUT, SWAPS)
     gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
     if SWAPS > 0:
-        tl.store(out_ptr + (9 * N + n) * D + d_D, ch_D)
+        tl.store(out_ptr + (9 * N + n) * D + d_D, tl.load(k_mean_ptr + n * D + ch_D).to(tl.int32, bitcast=True))
     tl.store(out_ptr + n * D + d_D, gain_D.to(tl.int32, bitcast=True))
     at = out_ptr + N * D + tl.arange(0, 4)[:, None] * D + d_D[None, :]
     shift = tl.arange(0, 4)[:, None] * 8
     tl.store(at + n * 4 * D, w_D[None, :] << shift)
     tl.store(at + (N + n) * 4 * D, tl.load(v_weight_ptr + n * D + d_D).to(tl.int32)[None, :] << shift)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def place_keys(
+    k_ptr, channels_ptr, out_ptr, rows, N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr, TT: tl.constexpr,
+):
+    """TT rows of k [T, N, D], by place: whole pages are read in tiles of neighbours."""
+    row_T = tl.program_id(0) * TT + tl.arange(0, TT)
+    n = tl.program_id(1)
+    d_D = tl.arange(0, D)
+    at_T = (row_T.to(tl.int64) * N + n)[:, None] * D
+    on_T = (row_T < rows)[:, None]
+    x_TD = tl.load(k_ptr + at_T + _swapped(d_D, n, channels_ptr, OUT, SWAPS)[None, :], mask=on_T)
+    tl.store(out_ptr + at_T + d_D[None, :], x_TD, mask=on_T)
 
 
 @triton.jit
@@ -143,19 +152,12 @@ def count_nothing(counts_ptr, PDL: tl.constexpr):
 
 # whole pages -----------------------------------------------------------------------------------------------------------
 @triton.jit
-def _tiles(
-    ptr, row, n, t_T, on_T, first, places_ptr, loud_T, counts_ptr,
-    N: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, SWAPS: tl.constexpr, CLEAN: tl.constexpr,
-):
-    """FP32 [T, 16] tiles of neighbouring channels, or places, from `first` on, and the loudest number of each token so far, NaN included."""
-    at = ptr + ((row + t_T).to(tl.int64) * N + n)[:, None] * D
-    ch = first + tl.arange(0, 16)
-    if SWAPS == 0:
-        at = at + ch[None, :]
+def _tiles(ptr, row, n, t_T, on_T, first, loud_T, counts_ptr, N: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, CLEAN: tl.constexpr):
+    """FP32 [T, 16] tiles of neighbouring channels from `first` on, and the loudest number of each token so far, NaN included."""
+    at = ptr + ((row + t_T).to(tl.int64) * N + n)[:, None] * D + (first + tl.arange(0, 16))[None, :]
     xs = ()
     for i in tl.static_range(TILES):
-        to = tl.load(places_ptr + n * D + ch + i * 16)[None, :] if SWAPS > 0 else i * 16
-        x = tl.load(at + to, mask=on_T[:, None], other=0).to(tl.float32)
+        x = tl.load(at + i * 16, mask=on_T[:, None], other=0).to(tl.float32)
         if CLEAN:
             x, big, nan = _clean(x)
             _tally(counts_ptr, big, nan)
@@ -168,12 +170,11 @@ def _tiles(
 @triton.jit
 def _codes_k(
     record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-    N: tl.constexpr, D: tl.constexpr, SWAPS: tl.constexpr, CLEAN: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr,
 ):
     """Write K codes. Returns scales FP32 [64] by group, then tokens from 64 on, then half, and the loudest numbers."""
     ch = tl.arange(0, 16)
     loud_T = tl.zeros((64,), tl.float32)
-    places_ptr = ready_ptr + 9 * N * D
     scales = ()
     for g in tl.static_range(D // 64):
         for upper in tl.static_range(2):
@@ -182,14 +183,13 @@ def _codes_k(
             planes = ()
             for half in tl.static_range(2):
                 first = g * 64 + half * 32
-                xs, loud_T = _tiles(k_ptr, row, n, t_T, on_T, first, places_ptr, loud_T, counts_ptr, N, D, 2, SWAPS, CLEAN)
+                xs, loud_T = _tiles(k_ptr, row, n, t_T, on_T, first, loud_T, counts_ptr, N, D, 2, CLEAN)
                 ys = ()
                 ws = ()
                 for i in tl.static_range(2):
                     at = n * D + first + i * 16 + ch
                     gain = tl.load(ready_ptr + at).to(tl.float32, bitcast=True)
-                    mean = tl.load(k_mean_ptr + (n * D + tl.load(places_ptr + at) if SWAPS > 0 else at))
-                    ys = ys + ((xs[i] - mean[None, :]) * gain[None, :],)
+                    ys = ys + ((xs[i] - tl.load(k_mean_ptr + at)[None, :]) * gain[None, :],)
                     ws = ws + (tl.load(ready_ptr + N * D + n * 3 * D + at)[None, :],)
                 scale_T, inverse_T = _scales(ys, ws, table_ptr, lane_table, True)
                 planes = planes + (_codes(ys[0], inverse_T), _codes(ys[1], inverse_T))
@@ -210,18 +210,18 @@ def _top(scales, on_T):
 
 @triton.jit
 def _pages_k(
-    record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
+    record, row, slot, count, n, k_ptr, placed_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
     N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
     KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, SWAPS,
-                              False)
+    mean_ptr = (ready_ptr + 9 * N * D).to(tl.pointer_type(tl.float32)) if SWAPS > 0 else k_mean_ptr
+    scales, loud_T = _codes_k(record, row, slot, count, n, placed_ptr, mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, False)
     # NaN is not within either
     if tl.reduce(loud_T, 0, _louder) <= 65504.0:
         pass
     else:
-        scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, SWAPS,
+        scales, loud_T = _codes_k(record, row, slot, count, n, placed_ptr, mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D,
                                   True)
     t_T = tl.arange(0, 64)
     lo_T = (t_T >= slot) & (t_T < slot + count)
@@ -267,7 +267,7 @@ def _codes_v(
         planes = ()
         for half in tl.static_range(2):
             on_B = hi_B if half else lo_B
-            xs, loud_B = _tiles(v_ptr, row, n, t_B + half * 64, on_B, g * 64, ready_ptr, loud_B, counts_ptr, N, D, 4, 0, CLEAN)
+            xs, loud_B = _tiles(v_ptr, row, n, t_B + half * 64, on_B, g * 64, loud_B, counts_ptr, N, D, 4, CLEAN)
             ys = ()
             ws = ()
             for i in tl.static_range(4):
@@ -314,11 +314,11 @@ def _pages_v(
 
 @triton.jit
 def encode_pages(
-    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr,
+    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, placed_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr,
     N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
-    """Runs of up to 128 tokens: program (run, head, K or V)."""
+    """Runs of up to 128 tokens: program (run, head, K or V). `placed`: k by place."""
     run = tl.program_id(0)
     n = tl.program_id(1)
     page = tl.load(runs_ptr + run * 4)
@@ -330,7 +330,7 @@ def encode_pages(
     lane_table = _shared_table(table_ptr)
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     if tl.program_id(2) == 0:
-        _pages_k(record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
+        _pages_k(record, row, slot, count, n, k_ptr, placed_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
                  N, D, OUT, OUTP, SWAPS, KS_AT, KS_ROW, KO_AT, TRAILER_AT)
     else:
         _pages_v(record, row, slot, count, n, v_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, V_AT, VS_AT,
@@ -385,7 +385,12 @@ def encode(
             num_warps=4, maxnreg=REGISTERS, **pdl)
     else:
         ready = torch.empty(10, N, D, dtype=torch.int32, device=dev)
-        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, SWAPS=len(layout.reserved), num_warps=1)
+        shape = {"N": N, "D": D, "OUT": out, "SWAPS": len(layout.reserved)}
+        prepare_book[(N,)](channels, k_mean, k_gain, k_weight, v_weight, ready, counts, **shape, num_warps=1)
+        placed = tensors[1]
+        if layout.reserved:
+            placed = torch.empty_like(placed)
+            place_keys[(-(-len(placed) // 32), N)](tensors[1], channels, placed, len(placed), **shape, TT=32, num_warps=4)
         encode_pages[(len(runs_R4), N, 2)](
-            *tensors, v_gain, ready, counts, table_on(dev), **constants, **swaps, num_warps=4, maxnreg=REGISTERS)
+            *tensors, placed, v_gain, ready, counts, table_on(dev), **constants, **swaps, num_warps=4, maxnreg=REGISTERS)
     return counts
