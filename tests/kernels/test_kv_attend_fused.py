@@ -100,6 +100,7 @@ CASES = {
     "16 outliers": dict(name="fp4-quality", dim=128, group=5, outliers=16, lengths=[200]),
     "head dim 64, 1 outlier": dict(name="fp4-72", dim=64, group=4, outliers=1, lengths=[300, 900]),
     "head dim 64, 2 outliers, draft, no window": dict(name="fp4-72", dim=64, group=8, outliers=2, lengths=[300], draft=2, window=0),
+    "head dim 64, 8 outliers, soft cap": dict(name="fp4-quality", dim=64, group=8, outliers=8, lengths=[300], softcap=20.0),
     "draft of 3": dict(name="fp4-72", dim=128, group=4, outliers=4, lengths=[300, 190], draft=3),
     "draft of 8 in two passes, ragged": dict(
         name="fp4-quality", dim=128, group=6, outliers=8, lengths=[300, 420], draft=8, q_len=[8, 5], sliding=100

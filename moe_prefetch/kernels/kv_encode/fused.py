@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
+from ..kv_fp4.fused import swapped
 from .fused_elements import (
     ASM,
     _book_k,
@@ -20,7 +21,6 @@ from .fused_elements import (
     _scales,
     _settle,
     _shared_table,
-    _swapped,
     _tally,
     table_on,
 )
@@ -41,7 +41,7 @@ def _append_k(
     KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    ch_D = _swapped(tl.arange(0, D), n, channels_ptr, OUT, SWAPS)
+    ch_D = swapped(tl.arange(0, D), n, channels_ptr, OUT, SWAPS)
     x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + ch_D).to(tl.float32))
     _tally(counts_ptr, big, nan)
     gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
@@ -116,7 +116,7 @@ def prepare_book(
     d_D = tl.arange(0, D)
     if n == 0:
         tl.store(counts_ptr + tl.arange(0, 2), 0)
-    ch_D = _swapped(d_D, n, channels_ptr, OUT, SWAPS)
+    ch_D = swapped(d_D, n, channels_ptr, OUT, SWAPS)
     gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
     if SWAPS > 0:
         tl.store(out_ptr + (9 * N + n) * D + d_D, tl.load(k_mean_ptr + n * D + ch_D).to(tl.int32, bitcast=True))
@@ -137,7 +137,7 @@ def place_keys(
     d_D = tl.arange(0, D)
     at_T = (row_T.to(tl.int64) * N + n)[:, None] * D
     on_T = (row_T < rows)[:, None]
-    x_TD = tl.load(k_ptr + at_T + _swapped(d_D, n, channels_ptr, OUT, SWAPS)[None, :], mask=on_T)
+    x_TD = tl.load(k_ptr + at_T + swapped(d_D, n, channels_ptr, OUT, SWAPS)[None, :], mask=on_T)
     tl.store(out_ptr + at_T + d_D[None, :], x_TD, mask=on_T)
 
 

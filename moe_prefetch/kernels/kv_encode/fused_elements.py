@@ -175,23 +175,6 @@ def _tally(counts_ptr, big, nan):
         tl.atomic_add(counts_ptr + 1, nan.to(tl.int64))
 
 
-@triton.constexpr_function
-def place_of(o, scales):
-    """The code place that entry o of a head's outlier channels swaps its own for: `PageLayout.reserved`."""
-    return 32 - scales + o if o < scales else 64 - 2 * scales + o
-
-
-@triton.jit
-def _swapped(place, n, channels_ptr, OUT: tl.constexpr, SWAPS: tl.constexpr):
-    """Channels whose codes lie in some places, or the other way round; SWAPS outliers swap places."""
-    ch = place
-    for o in tl.static_range(SWAPS):
-        out = tl.load(channels_ptr + n * OUT + o)
-        own = place_of(o, SWAPS // 2)
-        ch = tl.where(place == out, own, tl.where(place == own, out, ch))
-    return ch
-
-
 @triton.jit
 def _book_k(ch, n, channels_ptr, k_gain_ptr, k_weight_ptr, D: tl.constexpr, OUT: tl.constexpr):
     """Gain (0 for a head's outliers) and weight of some channels."""
@@ -219,7 +202,7 @@ def _outliers(
 
 @triton.jit
 def _settle(record, scale_at, factor_at, top, slot, SCALES: tl.constexpr, ROW: tl.constexpr):
-    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of the tokens before `slot`, ROW bytes apart, follow it."""
+    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of tokens before `slot`, ROW bytes apart, follow it."""
     at = (record + factor_at).to(tl.pointer_type(tl.int32))
     old = (tl.load(at) >> 23 & 0xFF) - 127
     new = tl.maximum(old, top - 7)

@@ -56,7 +56,7 @@ def _e2m1(x, scale):
 
 @triton.jit
 def _settle(record, scale_at, factor_at, top, slot, NB: tl.constexpr, ROW: tl.constexpr):
-    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of the tokens before `slot`, ROW bytes apart, follow it."""
+    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of tokens before `slot`, ROW bytes apart, follow it."""
     at = (record + factor_at).to(tl.pointer_type(tl.int32))
     old = (tl.load(at) >> 23 & 0xFF) - 127
     new = tl.maximum(old, top - 7)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
-from .fused_elements import _book_k, _byte, _codes, _exponent, _outliers, _scale_byte, _scales, _swapped, _tally, table_on
+from ..kv_fp4.fused import swapped
+from .fused_elements import _book_k, _byte, _codes, _exponent, _outliers, _scale_byte, _scales, _tally, table_on
 from .general import _rows, _settle
 
 
@@ -29,7 +30,7 @@ def pow2(n):
 def _k_tile(ptr, row_T, on_T, n, place_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N: tl.constexpr, W: tl.constexpr,
             D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr):
     """What is coded of K in some places [T, C], 0 where not on; their weights; how many were beyond FP16, and NaN."""
-    at_C = _swapped(tl.minimum(place_C, D - 1), n, channels_ptr, OUT, SWAPS)
+    at_C = swapped(tl.minimum(place_C, D - 1), n, channels_ptr, OUT, SWAPS)
     x_TC, big, nan = _rows(ptr, row_T, on_T, n, tl.where(on_C, at_C, D), N, W, D)
     gain_C, w_C = _book_k(at_C, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
     x_TC = tl.where(on_C[None, :], (x_TC - tl.load(k_mean_ptr + n * D + at_C)[None, :]) * gain_C[None, :], 0.0)

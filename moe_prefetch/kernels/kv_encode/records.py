@@ -7,7 +7,7 @@ import torch
 from ...kv.format import PAGE, KVFormat, PageLayout
 from . import naive as law
 
-# channels int32 [N, O] as `arranged` leaves them (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as
+# channels int32 [N, O] as `arranged` (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as
 # `shares` makes them
 Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

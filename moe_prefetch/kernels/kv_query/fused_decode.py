@@ -5,6 +5,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+KEEP = gl.constexpr("evict_last")  # of what every call reads again, while pages pass through L2
+# [columns of q, places of a plane, channels that change places], as `read` has the first two
+SWAPS_128 = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1, 0], [0, 32, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [1, 0, 0]], [[2, 0, 0], [4, 0, 0]], [],
+    [8, 64, 8]))
+SWAPS_64 = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1, 0], [0, 0, 1], [0, 0, 2]], [[0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [1, 0, 0]], [[2, 0, 0], [4, 0, 0]], [], [8, 32, 4]))
 QO_L = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 
 
@@ -24,9 +31,56 @@ def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
     row_Q = n_Q // 2 + n_Q % 2 * 4 if RP == 8 else n_Q // 2
     on_QK = (row_Q < R)[:, None] & ((ch_K >= 0)[None, :] if RP == 8 else (j_K // 32)[None, :] == (n_Q % 2)[:, None])
     q_at = q_ptr + row_Q[:, None] * D + ch_K[None, :]
-    lo_QK = gl.load(q_at, mask=on_QK, other=0)
-    hi_QK = gl.load(q_at + 32, mask=on_QK, other=0)
-    return lo_QK, hi_QK, gl.load(gain_ptr + ch_K), gl.load(gain_ptr + 32 + ch_K)
+    lo_QK = gl.load(q_at, mask=on_QK, other=0, eviction_policy=KEEP)
+    hi_QK = gl.load(q_at + 32, mask=on_QK, other=0, eviction_policy=KEEP)
+    lo_gain_K = gl.load(gain_ptr + ch_K, eviction_policy=KEEP)
+    hi_gain_K = gl.load(gain_ptr + 32 + ch_K, eviction_policy=KEEP)
+    return lo_QK, hi_QK, lo_gain_K, hi_gain_K
+
+
+
+@gluon.jit
+def read_swaps(q_ptr, gain_ptr, channels_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
+    """Of channels whose codes lie at an outlier's place, scales being at their own: q [8, M] and K gain; and whose place that is."""
+    M: gl.constexpr = D // 16
+    SWAPS: gl.constexpr = SWAPS_128 if D == 128 else SWAPS_64
+    Q_L: gl.constexpr = gl.SliceLayout(1, SWAPS)
+    n_Q = gl.arange(0, 8, gl.SliceLayout(1, Q_L))
+    row_Q = n_Q // 2 + n_Q % 2 * 4 if RP == 8 else n_Q // 2
+    o_M = gl.arange(0, M, gl.SliceLayout(0, Q_L))
+    ch_M = 32 - M // 2 + o_M // (M // 2) * 32 + o_M % (M // 2)
+    q_QM = gl.load(q_ptr + row_Q[:, None] * D + ch_M[None, :], mask=(row_Q < R)[:, None], other=0, eviction_policy=KEEP)
+    place_M = gl.load(channels_ptr + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(0, SWAPS))), eviction_policy=KEEP)
+    return q_QM, gl.load(gain_ptr + ch_M, eviction_policy=KEEP), place_M
+
+
+@gluon.jit
+def _by_place(x_QK, q_QM, place_M, plane: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
+    """Channels of a plane as their codes lie, what `read_swaps` found at places of outliers; nothing where scales lie."""
+    SWAPS: gl.constexpr = SWAPS_128 if D == 128 else SWAPS_64
+    X_L: gl.constexpr = x_QK.type.layout
+    j_K = gl.arange(0, D // 2, gl.SliceLayout(1, gl.SliceLayout(0, SWAPS)))
+    is_KM = (j_K // 32 * 64 + j_K % 32 + 32 * plane)[:, None] == place_M[None, :]
+    moved_QK = gl.sum(gl.where(is_KM[None, :, :], q_QM[:, None, :], 0.0), axis=2)
+    outlier_K = gl.convert_layout(gl.max(is_KM.to(gl.int32), axis=1), gl.SliceLayout(0, X_L))
+    j_K = gl.arange(0, D // 2, gl.SliceLayout(0, X_L))
+    n_Q = gl.arange(0, 8, gl.SliceLayout(1, X_L))
+    on_QK = (outlier_K > 0)[None, :] & ((n_Q >= 0)[:, None] if RP == 8 else (j_K // 32)[None, :] == (n_Q % 2)[:, None])
+    x_QK = gl.where(on_QK, gl.convert_layout(moved_QK, X_L), x_QK)
+    return gl.where(((j_K < 32) & (j_K % 32 >= 32 - D // 32))[None, :], 0.0, x_QK)
+
+
+@gluon.jit
+def coded(lo_QK, hi_QK, lo_gain_K, hi_gain_K):
+    """What `read` gave, divided by the gain."""
+    return lo_QK.to(gl.float32) * (1.0 / lo_gain_K)[None, :], hi_QK.to(gl.float32) * (1.0 / hi_gain_K)[None, :]
+
+
+@gluon.jit
+def swapped(lo_QK, hi_QK, q_QM, gain_M, place_M, RP: gl.constexpr, D: gl.constexpr):
+    """What `coded` gave, by the places of codes; with what `read_swaps` gave."""
+    q_QM = q_QM.to(gl.float32) * (1.0 / gain_M)[None, :]
+    return _by_place(lo_QK, q_QM, place_M, 0, RP, D), _by_place(hi_QK, q_QM, place_M, 1, RP, D)
 
 
 @gluon.jit
@@ -40,13 +94,11 @@ def _operand(x_QK, q_s, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def queries(lo_QK, hi_QK, lo_gain_K, hi_gain_K, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS: gl.constexpr):
-    """What `read` gave, divided by the gain, to operands [PARTS, 8, channels]: of the low plane hi and lo term, then of the high one.
+def queries(lo_QK, hi_QK, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS: gl.constexpr):
+    """What `coded` gave to operands [PARTS, 8, channels]: of the low plane hi and lo term, then of the high one.
 
     Returns what a score of codes is to be multiplied with.
     """
-    lo_QK = lo_QK.to(gl.float32) * (1.0 / lo_gain_K)[None, :]
-    hi_QK = hi_QK.to(gl.float32) * (1.0 / hi_gain_K)[None, :]
     # one norm for all rows: what counts in a score is its absolute error
     amax = gl.maximum(gl.max(gl.max(gl.maximum(gl.abs(lo_QK), gl.abs(hi_QK)), axis=1), axis=0), 1.0e-30)
     lo_QK = lo_QK * (256.0 / amax)
@@ -65,7 +117,7 @@ def queries(lo_QK, hi_QK, lo_gain_K, hi_gain_K, scale_log2, q0_s, q1_s, q2_s, q3
 def read_channels(channels_ptr, OUT: gl.constexpr):
     """Outlier channels of a head, up to 8, twice; -1 where there is none."""
     k_O = gl.arange(0, 16, gl.SliceLayout(0, QO_L))
-    return gl.load(channels_ptr + k_O % 8, mask=k_O % 8 < OUT, other=-1)
+    return gl.load(channels_ptr + k_O % 8, mask=k_O % 8 < OUT, other=-1, eviction_policy=KEEP)
 
 
 @gluon.jit
@@ -76,6 +128,6 @@ def outlier_queries(q_ptr, ch_O, scale_log2, qo_s, R: gl.constexpr, RP: gl.const
     row_X = x_X // 2 if RP == 4 else x_X // 2 + x_X % 2 * 4
     on_X = (row_X < R) & (x_X % 2 == 0) if RP == 4 else row_X < R
     on_XO = on_X[:, None] & (ch_O >= 0)[None, :]
-    q_XO = gl.load(q_ptr + row_X[:, None] * D + ch_O[None, :], mask=on_XO, other=0).to(gl.float32) * scale_log2
+    q_XO = gl.load(q_ptr + row_X[:, None] * D + ch_O[None, :], mask=on_XO, other=0, eviction_policy=KEEP).to(gl.float32) * scale_log2
     hi_XO = q_XO.to(gl.float16)
     qo_s.store(gl.where((k_O < 8)[None, :], hi_XO, (q_XO - hi_XO.to(gl.float32)).to(gl.float16)))
