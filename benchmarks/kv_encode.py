@@ -46,8 +46,9 @@ def cases() -> dict[str, tuple[ModuleType, PageLayout]]:
         if module:
             found[name] = (module, layout)
     # other numbers of outliers than a format's own
-    for dim, outliers in ((d, o) for d in (64, 128) for o in (0, 2, 8, 16)):
-        found[f"fp4-quality_d{dim}_o{outliers}"] = (fused, PageLayout(format_of("fp4-quality"), dim, dim, outliers))
+    for dim, outliers in ((64, 0), (64, 2), (64, 4), (64, 8), (64, 16), (80, 6), (128, 0), (128, 2), (128, 8), (128, 16), (256, 16)):
+        module = fused if dim in (64, 128) else general_planes
+        found[f"fp4-quality_d{dim}_o{outliers}"] = (module, PageLayout(format_of("fp4-quality"), dim, dim, outliers))
     return found
 
 

@@ -6,12 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 KEEP = gl.constexpr("evict_last")  # of what every call reads again, while pages pass through L2
-# [columns of q, places of a plane, channels that change places], as `read` has the first two
-SWAPS_128 = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 1, 0], [0, 32, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [1, 0, 0]], [[2, 0, 0], [4, 0, 0]], [],
-    [8, 64, 8]))
-SWAPS_64 = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 1, 0], [0, 0, 1], [0, 0, 2]], [[0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [1, 0, 0]], [[2, 0, 0], [4, 0, 0]], [], [8, 32, 4]))
 QO_L = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 
 
@@ -41,33 +35,16 @@ def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def read_swaps(q_ptr, gain_ptr, channels_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
-    """Of channels whose codes lie at an outlier's place, scales being at their own: q [8, M] and K gain; and whose place that is."""
+    """Of channels whose codes lie at an outlier's place, scales being at their own: q [8, M], K gain, and that place."""
     M: gl.constexpr = D // 16
-    SWAPS: gl.constexpr = SWAPS_128 if D == 128 else SWAPS_64
-    Q_L: gl.constexpr = gl.SliceLayout(1, SWAPS)
-    n_Q = gl.arange(0, 8, gl.SliceLayout(1, Q_L))
+    M_L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4]] if D == 128 else [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 0], [0, 0], [1, 0]], [[2, 0], [4, 0]], [], [8, M])
+    n_Q = gl.arange(0, 8, gl.SliceLayout(1, M_L))
     row_Q = n_Q // 2 + n_Q % 2 * 4 if RP == 8 else n_Q // 2
-    o_M = gl.arange(0, M, gl.SliceLayout(0, Q_L))
+    o_M = gl.arange(0, M, gl.SliceLayout(0, M_L))
     ch_M = 32 - M // 2 + o_M // (M // 2) * 32 + o_M % (M // 2)
     q_QM = gl.load(q_ptr + row_Q[:, None] * D + ch_M[None, :], mask=(row_Q < R)[:, None], other=0, eviction_policy=KEEP)
-    place_M = gl.load(channels_ptr + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(0, SWAPS))), eviction_policy=KEEP)
-    return q_QM, gl.load(gain_ptr + ch_M, eviction_policy=KEEP), place_M
-
-
-@gluon.jit
-def _by_place(x_QK, q_QM, place_M, plane: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
-    """Channels of a plane as their codes lie, what `read_swaps` found at places of outliers; nothing where scales lie."""
-    SWAPS: gl.constexpr = SWAPS_128 if D == 128 else SWAPS_64
-    X_L: gl.constexpr = x_QK.type.layout
-    j_K = gl.arange(0, D // 2, gl.SliceLayout(1, gl.SliceLayout(0, SWAPS)))
-    is_KM = (j_K // 32 * 64 + j_K % 32 + 32 * plane)[:, None] == place_M[None, :]
-    moved_QK = gl.sum(gl.where(is_KM[None, :, :], q_QM[:, None, :], 0.0), axis=2)
-    outlier_K = gl.convert_layout(gl.max(is_KM.to(gl.int32), axis=1), gl.SliceLayout(0, X_L))
-    j_K = gl.arange(0, D // 2, gl.SliceLayout(0, X_L))
-    n_Q = gl.arange(0, 8, gl.SliceLayout(1, X_L))
-    on_QK = (outlier_K > 0)[None, :] & ((n_Q >= 0)[:, None] if RP == 8 else (j_K // 32)[None, :] == (n_Q % 2)[:, None])
-    x_QK = gl.where(on_QK, gl.convert_layout(moved_QK, X_L), x_QK)
-    return gl.where(((j_K < 32) & (j_K % 32 >= 32 - D // 32))[None, :], 0.0, x_QK)
+    return q_QM, gl.load(gain_ptr + ch_M, eviction_policy=KEEP), gl.load(channels_ptr + o_M, eviction_policy=KEEP)
 
 
 @gluon.jit
@@ -77,10 +54,37 @@ def coded(lo_QK, hi_QK, lo_gain_K, hi_gain_K):
 
 
 @gluon.jit
+def _put(lo_QK, hi_QK, q_QM, place_QM, RP: gl.constexpr, D: gl.constexpr):
+    """Each of M channels at its place, if that is a row's own."""
+    M: gl.constexpr = q_QM.shape[1]
+    if M > 1:
+        q0, q1 = gl.split(gl.reshape(q_QM, [8, M // 2, 2]))
+        p0, p1 = gl.split(gl.reshape(place_QM, [8, M // 2, 2]))
+        lo_QK, hi_QK = _put(lo_QK, hi_QK, q0, p0, RP, D)
+        lo_QK, hi_QK = _put(lo_QK, hi_QK, q1, p1, RP, D)
+    else:
+        X_L: gl.constexpr = lo_QK.type.layout
+        q_Q1 = gl.convert_layout(gl.reshape(q_QM, [8]), gl.SliceLayout(1, X_L))[:, None]
+        place_Q1 = gl.convert_layout(gl.reshape(place_QM, [8]), gl.SliceLayout(1, X_L))[:, None]
+        j_K = gl.arange(0, D // 2, gl.SliceLayout(0, X_L))
+        ch_1K = (j_K // 32 * 64 + j_K % 32)[None, :]
+        lo_QK = gl.where(ch_1K == place_Q1, q_Q1, lo_QK)
+        hi_QK = gl.where(ch_1K + 32 == place_Q1, q_Q1, hi_QK)
+    return lo_QK, hi_QK
+
+
+@gluon.jit
 def swapped(lo_QK, hi_QK, q_QM, gain_M, place_M, RP: gl.constexpr, D: gl.constexpr):
-    """What `coded` gave, by the places of codes; with what `read_swaps` gave."""
+    """What `coded` gave, by the places of codes: what `read_swaps` gave at those of outliers, nothing where scales lie."""
+    X_L: gl.constexpr = lo_QK.type.layout
     q_QM = q_QM.to(gl.float32) * (1.0 / gain_M)[None, :]
-    return _by_place(lo_QK, q_QM, place_M, 0, RP, D), _by_place(hi_QK, q_QM, place_M, 1, RP, D)
+    n_Q = gl.arange(0, 8, gl.SliceLayout(1, q_QM.type.layout))
+    # a row of 4 has columns for two scale blocks, each with zeros for the other's places
+    there_QM = (place_M[None, :] // 64 == (n_Q % 2)[:, None]) if RP == 4 and D == 128 else (n_Q >= 0)[:, None]
+    lo_QK, hi_QK = _put(lo_QK, hi_QK, q_QM, gl.where(there_QM, place_M[None, :], -1), RP, D)
+    j_K = gl.arange(0, D // 2, gl.SliceLayout(0, X_L))
+    scales_1K = ((j_K < 32) & (j_K >= 32 - D // 32))[None, :]
+    return gl.where(scales_1K, 0.0, lo_QK), gl.where(scales_1K, 0.0, hi_QK)
 
 
 @gluon.jit
