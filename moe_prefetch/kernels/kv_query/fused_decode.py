@@ -32,7 +32,6 @@ def read(q_ptr, gain_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
     return lo_QK, hi_QK, lo_gain_K, hi_gain_K
 
 
-
 @gluon.jit
 def read_swaps(q_ptr, gain_ptr, channels_ptr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr):
     """Of channels whose codes lie at an outlier's place, scales being at their own: q [8, M], K gain, and that place."""
