@@ -238,8 +238,9 @@ def unpack(records: torch.Tensor, layout: PageLayout) -> Parts:
     k_codes = unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True)
     k_scales = part("k_scales")
     if layout.reserved:
-        k_codes[..., layout.reserved] = 0
         at = layout.reserved[0]
+        k_codes[..., at : GROUP // 2] = 0
+        k_codes[..., at + GROUP // 2 : GROUP] = 0
         k_scales = part("k_codes").unflatten(-1, (PAGE, layout.k_scale_row))[..., at : at + layout.k_blocks].flatten(-2)
     return Parts(
         k_codes,

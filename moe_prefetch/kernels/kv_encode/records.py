@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kv.format import PAGE, KVFormat, PageLayout
+from ...kv.format import GROUP, PAGE, KVFormat, PageLayout
 from . import naive as law
 
 # channels int32 [N, O] as `arranged` (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as
@@ -195,8 +195,9 @@ def swapped(x_XNd: torch.Tensor, channels_NO: torch.Tensor, layout: PageLayout) 
     if not layout.reserved:
         return x_XNd
     moved = channels_NO[:, : len(layout.reserved)].long()
-    reserved = torch.tensor(layout.reserved, device=moved.device).expand_as(moved)
     places = torch.arange(layout.k_dim, device=moved.device).repeat(len(moved), 1)
+    n, half = layout.k_blocks, GROUP // 2
+    reserved = torch.cat([places[:, half - n : half], places[:, GROUP - n : GROUP]], -1)
     places = places.scatter(-1, moved, reserved).scatter(-1, reserved, moved)
     return x_XNd.gather(-1, places.expand_as(x_XNd))
 
@@ -217,7 +218,8 @@ def neutral_book(layout: PageLayout, heads: int, device: torch.device | str = "c
     """No outliers but those that a layout must have, means 0, gains and weights 1."""
     zeros = lambda d: torch.zeros(heads, d, device=device)  # noqa: E731
     ones = lambda d: torch.ones(heads, d, device=device)  # noqa: E731
-    channels = arranged(torch.full((heads, layout.outliers), -1, dtype=torch.int32, device=device), layout)
+    row = [*layout.reserved, *[-1] * (layout.outliers - len(layout.reserved))]
+    channels = torch.tensor(row, dtype=torch.int32, device=device).repeat(heads, 1)
     k, v = layout.k_dim, layout.v_dim
     k_weight, v_weight = book_shares(channels, ones(k), ones(v), layout)
     return channels, zeros(k), ones(k), k_weight, ones(v), v_weight
