@@ -174,7 +174,7 @@ class PageLayout:
 
     @cached_property
     def reserved(self) -> tuple[int, ...]:
-        """Places among a token's K codes that hold its scales, where enough outlier channels leave theirs: two for each scale, the last bytes
+        """Places among a token's K codes that hold its scales, where enough outlier channels leave theirs: two a scale, the last bytes
         of the first group. `channels[o]` of a codebook and channel `reserved[o]` change places (`records.arranged`).
         """
         n, half = self.k_blocks, GROUP // 2

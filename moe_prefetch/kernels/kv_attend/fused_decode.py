@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
-from ..kv_query.fused_decode import KEEP, coded, outlier_queries, queries, read, read_channels, read_swaps, swapped
+from ..kv_query.fused_decode import KEEP, outlier_queries, queries, read, read_channels
 from .fused_decode_steps import (
     among,
     by_row,
@@ -75,6 +75,7 @@ def attend_decode(
     `codes` and `tail` describe the pool to the copies (`sources`); a record is LINES of 128 bytes, TAIL of them behind the codes.
     """
     KG: gl.constexpr = D // 64
+    SWAPS: gl.constexpr = D // 16 if among(D, OUT) else 0
     # columns of a plane's scores: of 4 rows (row, scale block), of 8 rows as `by_row` says, a block at a time; of p: (row, term)
     PARTS: gl.constexpr = KG if RP == 8 else 1
     X: gl.constexpr = 2 * RP
@@ -151,11 +152,9 @@ def attend_decode(
         first = gl.load(table + t0, eviction_policy=KEEP)
         second = gl.load(table + gl.minimum(t0 + 1, t1 - 1), eviction_policy=KEEP)
         page = second if LATE else gl.load(table + gl.minimum(t0 + 2, t1 - 1), eviction_policy=KEEP)
-        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D)
+        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, channels_ptr + n * OUT, R, RP, D, SWAPS)
         if OUT > 0:
             channels_O = read_channels(channels_ptr + n * OUT, OUT)
-        if among(D, OUT):
-            q_QM, gain_M, place_M = read_swaps(q_ptr + item * R * D, k_gain_ptr + n * D, channels_ptr + n * OUT, R, RP, D)
         gl.thread_barrier()
         _expect(codes_bar, tail_bar, stage, D, TAIL, True)
         _expect(codes_bar, tail_bar, 1 - stage, D, TAIL, t0 + 1 < t1)
@@ -167,10 +166,7 @@ def attend_decode(
             gl.store(span_ptr + item * 2, slot)
         if t1 == units:
             gl.store(span_ptr + item * 2 + 1, slot + 1)
-        q_lo, q_hi = coded(q_lo, q_hi, gain_lo, gain_hi)
-        if among(D, OUT):
-            q_lo, q_hi = swapped(q_lo, q_hi, q_QM, gain_M, place_M, RP, D)
-        back = queries(q_lo, q_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS)
+        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS, SWAPS)
         if OUT > 0:
             outlier_queries(q_ptr + item * R * D, channels_O, scale_log2, qo_s, R, RP, D)
         fence_async_shared()
