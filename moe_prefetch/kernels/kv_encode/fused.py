@@ -22,6 +22,7 @@ from .fused_elements import (
     _settle,
     _shared_table,
     _tally,
+    place_keys,
     table_on,
 )
 
@@ -125,20 +126,6 @@ def prepare_book(
     shift = tl.arange(0, 4)[:, None] * 8
     tl.store(at + n * 4 * D, w_D[None, :] << shift)
     tl.store(at + (N + n) * 4 * D, tl.load(v_weight_ptr + n * D + d_D).to(tl.int32)[None, :] << shift)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def place_keys(
-    k_ptr, channels_ptr, out_ptr, rows, N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr, TT: tl.constexpr,
-):
-    """TT rows of k [T, N, D], by place: whole pages are read in tiles of neighbours."""
-    row_T = tl.program_id(0) * TT + tl.arange(0, TT)
-    n = tl.program_id(1)
-    d_D = tl.arange(0, D)
-    at_T = (row_T.to(tl.int64) * N + n)[:, None] * D
-    on_T = (row_T < rows)[:, None]
-    x_TD = tl.load(k_ptr + at_T + swapped(d_D, n, channels_ptr, OUT, SWAPS)[None, :], mask=on_T)
-    tl.store(out_ptr + at_T + d_D[None, :], x_TD, mask=on_T)
 
 
 @triton.jit
