@@ -111,10 +111,8 @@ def init_inference(model: nn.Module, config: Source = None, **kwargs: Any) -> In
         raise UnsupportedModelError(f"{type(model).__name__} is no plain model", where="init_inference", expected="a torch module",
                                     do="pass the model itself; for an engine that exists use moe_prefetch.attach(engine, section)")
     host = open_module(model)
-    for kind in named:
-        if not MoEPrefetchPolicy.blocks(model, [kind]):
-            raise ConfigError(f"the model has no {kind.__name__}", where="injection_policy", do="name the class of the model's MoE blocks")
-    _check_launch(settings)
+    _check_policies(model, named, settings.injection_policy or {})
+    _check_launch(settings, host)
     if isinstance(host, MoEModel) and not deepspeed.comm.is_initialized():
         raise ConfigError("DeepSpeed's own MoE layers need its process groups, also in one process", where="init_inference",
                           expected="deepspeed.init_distributed() before", do="call it, or start with `deepspeed`")
@@ -149,6 +147,20 @@ def _without_policies(stock: dict[str, Any]) -> tuple[dict[str, Any], list[type[
     return stock, named
 
 
+def _check_policies(model: nn.Module, named: list[type[nn.Module]], policies: Mapping[Any, Any]) -> None:
+    """What DeepSpeed asserts once it has converted the model, and that there is what is named: it passes over a class that is not."""
+    kinds = {type(m) for m in model.modules() if m is not model}
+    for block in (*named, *policies):
+        if block not in kinds:
+            raise ConfigError(f"the model has no {getattr(block, '__name__', block)}", where="injection_policy",
+                              do="name the class of the model's MoE blocks, or of its decoder layers")
+    paths = [path for path, _ in model.named_modules()]
+    for name in (n for names in policies.values() for n in ((names,) if isinstance(names, str) else names)):
+        if not isinstance(name, str) or not any(path.endswith(name) for path in paths):
+            raise ConfigError(f"no layer's path ends in {name!r}", where="injection_policy", expected='for example "self_attn.o_proj"',
+                              do="correct the name")
+
+
 def _refuse(problems: list[str], config: Source) -> None:
     if problems:
         raise ConfigError(f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration: " + "; ".join(problems),
@@ -179,7 +191,7 @@ def _inference_settings(stock: dict[str, Any]) -> DeepSpeedInferenceConfig:
         lines = [f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in e.errors(include_url=False, include_context=False)]
         raise ConfigError("DeepSpeed refuses its half: " + "; ".join(lines), problems=tuple(lines), where="config",
                           do="mend the keys named") from e
-    except (TypeError, ValueError, AttributeError) as e:
+    except (TypeError, ValueError, AttributeError, AssertionError) as e:
         raise ConfigError(f"DeepSpeed refuses its half: {e}", problems=(str(e),), where="config", do="mend the value named") from e
     if settings.dtype not in get_accelerator().supported_dtypes():
         known = ", ".join(str(d).removeprefix("torch.") for d in get_accelerator().supported_dtypes())
@@ -192,9 +204,14 @@ def _world() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _check_launch(settings: DeepSpeedInferenceConfig) -> None:
-    size = settings.tensor_parallel.tp_size
+def _check_launch(settings: DeepSpeedInferenceConfig, host: HostModel) -> None:
+    size, spread = settings.tensor_parallel.tp_size, settings.moe.ep_size
     world = _world()
+    most = world if isinstance(host, MoEModel) else 1
+    if not 1 <= spread <= most:
+        raise ConfigError(f"ep_size is {spread}", where="moe.ep_size",
+                          expected=f"1 to {world}, the processes" if most > 1 else "1: every rank holds all experts",
+                          do="correct it; AutoEP spreads a model's experts under deepspeed.initialize")
     if size < 1 or size > world:
         raise ConfigError(f"tp_size is {size}, and processes are {world}", where="tensor_parallel.tp_size", expected=f"1 to {world}",
                           do="start as many: deepspeed --num_gpus N script.py")

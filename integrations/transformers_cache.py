@@ -22,7 +22,7 @@ from moe_prefetch.config import KVConfig, load
 from moe_prefetch.errors import CacheError, ConfigError, ShapeError
 from moe_prefetch.integrations.transformers_attention import are_ids, key_hashes, refuse_another_models, watch_attention
 from moe_prefetch.integrations.transformers_layers import PagedLayer, StaticPagedLayer
-from moe_prefetch.integrations.transformers_pages import left_padding, serve
+from moe_prefetch.integrations.transformers_pages import Decoder, left_padding, serve
 from moe_prefetch.kv.codec import OutlierStats, StatsCollector
 from moe_prefetch.kv.format import format_of
 from moe_prefetch.kv.ints import DeviceInts
@@ -134,7 +134,7 @@ def make_cache(
     """The cache for one model (or its config). `stats` (or `kv_config.calibration`, read once per call) gives the codebooks.
 
     Given the model itself, its decode steps are switched to reading pages as `kv_config.attention` says (`transformers_pages.serve`),
-    until the last cache that asked for it is gone.
+    until the last cache that asked for it, and the last copy of one, is gone.
     With `max_length` the cache has a fixed size and its decode steps can be captured (`StaticPagedLayer`); FP4 with outliers then needs
     a calibration. Layers with sliding-window or linear attention keep transformers' own cache.
     Raises ConfigError for a layer that the model does not have or keep in pages, a calibration that lacks one or is another model's (given
@@ -209,16 +209,16 @@ def make_cache(
             do="run calibrate() once",
         )
 
-    ints = DeviceInts()
+    decoder, ints = Decoder(text), DeviceInts()
 
     def layer(n: int) -> PagedLayer:
         if max_length is not None:
-            return StaticPagedLayer(kv_config, n, moments.get(n), latent, text, ints, max_length=max_length)
-        return PagedLayer(kv_config, n, moments.get(n), latent, text, ints)
+            return StaticPagedLayer(kv_config, n, moments.get(n), latent, decoder, ints, max_length=max_length)
+        return PagedLayer(kv_config, n, moments.get(n), latent, decoder, ints)
 
     cache = PagedCache(layers=[layer(n) if n in paged else x for n, x in enumerate(theirs)])
     if model_config is not model:
-        weakref.finalize(cache, serve(model, kv_config).remove).atexit = False
+        weakref.finalize(decoder, serve(model, kv_config).remove).atexit = False
     for first in list(cache._paged())[:1]:
         first.speaks = True
     return cache

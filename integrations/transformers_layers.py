@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from moe_prefetch.config import KVConfig
 from moe_prefetch.errors import CacheError, ConfigError
 from moe_prefetch.integrations.transformers_held import Step, as_they_are, hold
-from moe_prefetch.integrations.transformers_pages import reads_pages
+from moe_prefetch.integrations.transformers_pages import Decoder, reads_pages
 from moe_prefetch.kv.codec import make_coding, prompt_book, turns_keys
 from moe_prefetch.kv.format import PageLayout, format_of, layout_for
 from moe_prefetch.kv.ints import DeviceInts
@@ -26,18 +26,24 @@ log = logging.getLogger(__name__)
 class PagedLayer(CacheLayerMixin):
     """One decoder layer's cache. `stats` is its calibration; without it the codebook is made from each sequence's own first tokens.
 
-    `text` is the decoder's config, which says at each step who attends; `ints` are shared by the layers of a cache.
+    `decoder` says at each step who attends; it and `ints` are shared by the layers of a cache.
     """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(
-        self, kv: KVConfig, number: int, stats: LayerStats | None, latent: int = 0, text: Any = None, ints: DeviceInts | None = None
+        self,
+        kv: KVConfig,
+        number: int,
+        stats: LayerStats | None,
+        latent: int = 0,
+        decoder: Decoder | None = None,
+        ints: DeviceInts | None = None,
     ) -> None:
         super().__init__()
-        self.kv, self.number, self.stats, self.latent, self.text = kv, number, stats, latent, text
-        self.ints = ints or DeviceInts()
+        self.kv, self.number, self.stats, self.latent = kv, number, stats, latent
+        self.decoder, self.ints = decoder or Decoder(None), ints or DeviceInts()
         # How the last step of decode was read: "pages", or "tensors" and why; one layer of a cache says so, and warns.
         # `told`: a promise that the format breaks was named before, for another cache of this configuration.
         self.attention, self.speaks, self.told = "tensors", False, False
@@ -98,15 +104,17 @@ class PagedLayer(CacheLayerMixin):
         book, basis = (prompt_book(*made), None) if adaptive and self.stats is None else make_coding(self.stats, *made)[:2]
         kept = {"sinks": self.kv.sinks, "window": self.window, "settle": self.kv.settle}
         self.store = LayerStore(layout, heads, book, batch=key_states.shape[0], **kept, device=device, ints=self.ints, basis=basis)
-        if self._pads is not None:
-            # Beams come as each prompt several times.
-            self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
+        self._pad()
         self.is_initialized = True
 
     def set_pads(self, pads: list[int]) -> None:
         self._pads = pads
-        if self.store is not None:
-            self.store.set_pads(pads)
+        self._pad()
+
+    def _pad(self) -> None:
+        if self.store is not None and self._pads is not None:
+            # Beams come as each prompt several times.
+            self.store.set_pads([p for p in self._pads for _ in range(max(1, self.store.batch // len(self._pads)))])
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling():
@@ -137,11 +145,11 @@ class PagedLayer(CacheLayerMixin):
             # A trace breaks off where something is logged.
             self.attention = "tensors: a step that is traced"
             return False
-        ours = reads_pages(self.text)
+        ours = reads_pages(self.decoder.config)
         if self.kv.attention == "tensors" or (self.kv.attention == "auto" and not ours):
             self.attention = "tensors"
             return False
-        why = "" if ours else f"the model's attention is {self.text._attn_implementation!r}"
+        why = "" if ours else f"the model's attention is {self.decoder.config._attn_implementation!r}"
         if ours and key_states.requires_grad:
             why = "training"
         if why:
@@ -186,6 +194,8 @@ class PagedLayer(CacheLayerMixin):
     def _select(self, indices: Iterable[int]) -> None:
         if self.store is not None:
             self.store.select(list(indices))
+        elif self._pads is not None:
+            self._pads = [self._pads[i] for i in indices]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(self.ints.read(beam_idx))

@@ -42,6 +42,18 @@ def reads_pages(text_config: Any) -> bool:
     return getattr(text_config, "_attn_implementation", None) in OVER
 
 
+class Decoder:
+    """The config that says at each step who attends. Copies of a cache share it, as they share the model: what was switched on for the
+    first lasts until the last of them is gone.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        return self
+
+
 # masks -----------------------------------------------------------------------------------------------------------------
 class Origin(NamedTuple):
     """What a mask was made from: `causal` and no more, and padding bool [B, S]. `agrees`: with which left padding (a step asks once)."""

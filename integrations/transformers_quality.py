@@ -181,8 +181,8 @@ def gate(
 
     `stats` None: as a cache without a calibration (`decoded`). Sinks, window (None: that of `format`) and settle as in the configuration to
     come; with `settle` 1 answers move most. The verdict names the window, for `kv.window`. One pass per text, layer and format tried.
-    Raises ConfigError unless exactly one budget is given, for texts that never leave the window (they would be read exactly), and for
-    another model's calibration, ShapeError for texts that are no token ids of the model's.
+    Raises ConfigError unless exactly one budget is given, for texts that never leave the window (they would be read exactly), for formats
+    that `kv.format` does not take, and for another model's calibration, ShapeError for texts that are no token ids of the model's.
     """
     if (max_kl is None) == (max_bits is None):
         raise ConfigError(
@@ -193,6 +193,8 @@ def gate(
         raise ConfigError(
             f"{len(texts)} texts and {len(formats)} formats", where="gate(texts, formats)", expected="one of each at least", do="give some"
         )
+    for name in (format, *formats):
+        KVConfig(format=name)
     window = format_of(format).window_or(window)
     if window < 0 or sinks < 0 or settle < 1:
         raise ConfigError(
@@ -203,11 +205,12 @@ def gate(
             f"text {strange[0]} is none", where="gate(texts)", expected="tensors [tokens] of the model's token ids",
             do="pass the tokenizer's ids",
         )  # fmt: skip
-    if short := [len(ids) for ids in texts if len(ids) <= sinks + window + settle - 1]:
+    # The last token is the first that reads a page.
+    if short := [len(ids) for ids in texts if len(ids) <= sinks + window + settle]:
         raise ConfigError(
-            f"a text of {min(short)} tokens shows nothing: {sinks} sinks and a window of {window} stay in FP16",
+            f"a text of {min(short)} tokens shows nothing: {sinks} sinks and a window of {window} stay in FP16, {settle} leave it at once",
             where="gate(texts)",
-            expected=f"more than {sinks + window} tokens, best as many as will be served",
+            expected=f"more than {sinks + window + settle} tokens, best as many as will be served",
             do="give longer texts, or name the window that you will serve with",
         )
     kept = {"sinks": sinks, "window": window, "settle": settle}

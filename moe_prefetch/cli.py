@@ -223,9 +223,10 @@ def bench_kv_quality(
     A scheme is a format (fp16, fp8, fp4-72, fp4-quality, nvfp4, mxfp4, or two as K+V: fp8+fp4-72), then what differs from the default:
     _topn, _sigma or _none (how the FP16 channels are chosen), _nowindow or _w128 (recent tokens in FP16; fp4-quality keeps 1,024, the
     others 64), _s32 (tokens leave the window 32 at a time, as in generation; else at once), _pinned (an MoE model keeps the exact run's
-    routing). Beside them stand peer-fp8-cast and the quantisers of transformers' QuantizedCache, peer-quanto-int4-k1v0,
-    peer-quanto-int4-k0v0, peer-hqq4-g64 and peer-hqq4-g32, where optimum-quanto and hqq are installed. A model of 135 million parameters
-    takes about 12 seconds a scheme for 2,048 tokens on two CPU cores, a fraction of a second on a GPU. Results: docs/kv.md.
+    routing), in this order; --passkey always has them leave as in generation. Beside them stand peer-fp8-cast and the quantisers of
+    transformers' QuantizedCache, peer-quanto-int4-k1v0, peer-quanto-int4-k0v0, peer-hqq4-g64 and peer-hqq4-g32, where optimum-quanto and
+    hqq are installed. A model of 135 million parameters takes about 12 seconds a scheme for 2,048 tokens on two CPU cores, a fraction of
+    a second on a GPU. Results: docs/kv.md.
     """
     import torch
 
@@ -234,14 +235,16 @@ def bench_kv_quality(
     from .observe.report import check_folder
     from .probes.jobs import builtin_texts, read_texts
 
+    if rows in (journal or ()):
+        raise typer.BadParameter("--rows is also --journal; name two files")
     with _errors():
-        check_folder(folder)
-        if rows:
-            check_rows(rows)
         schemes = job.EVERY if only == "all" else tuple(s.strip() for s in only.split(",")) if only else job.SHORT
         device = "cuda" if torch.cuda.is_available() else "cpu"
         words = (read_texts([text]) if text else builtin_texts())[0]
         wanted = job.Job(words, model, texts, length, schemes, passkey=passkey, device=device, together=4 if device == "cuda" else 1)
+        check_folder(folder)
+        if rows:
+            check_rows(rows)
         kept = Journal(journal or ())
         with _progress() as progress:
             missing = job.run(wanted, kept, progress)

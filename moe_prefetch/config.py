@@ -29,7 +29,7 @@ else:  # one of them, or K's and V's
 WITH_OUTLIERS = ("fp4-72", "fp4-quality")
 PlanName = Literal["auto", "lru", "recent", "stale", "probe"]
 
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tb": 10**12, "tib": 2**40}
 
 
 def parse_bytes(text: str) -> int:
@@ -150,8 +150,8 @@ class KVConfig(_Section):
     def _unique(cls, value: Any) -> Any:
         if isinstance(value, dict):
             numbers = [int(k) if isinstance(k, int) or (isinstance(k, str) and re.fullmatch(r"\s*-?\d{1,9}\s*", k)) else k for k in value]
-            if len(set(numbers)) != len(numbers):
-                raise ValueError("a layer is named twice")
+            if len(set(numbers)) != len(numbers) or any(isinstance(k, bool) for k in value):
+                raise ValueError("a layer is named twice, or true or false")
         return value
 
 

@@ -25,7 +25,7 @@ INFERENCE_KEYS = frozenset((
     "quant", "replace_method", "replace_with_kernel_inject", "return_tuple", "save_mp_checkpoint_path", "set_empty_params",
     "tensor_parallel", "tm", "tp", "training_mp_size", "transposed_mode", "triangular_masking", "triton_autotune", "use_triton", "zero"))
 # What DeepSpeed 0.19 accepts and then does not do for these models: with its kernels alone it would, and it has none for them. Per key (and
-# its other name) the value that asks for nothing, and what to do instead.
+# its other names) the value that asks for nothing, and what to do instead.
 UNREAD: Mapping[tuple[str, ...], tuple[Any, str]] = {
     ("quant",): ({}, "nothing would be quantised; use dtype bf16 or fp16"),
     ("checkpoint",): (None, "nothing would be loaded; load the weights into the model first"),
@@ -36,8 +36,10 @@ UNREAD: Mapping[tuple[str, ...], tuple[Any, str]] = {
     ("use_triton",): (False, "drop it"), ("triton_autotune",): (False, "drop it"), ("transposed_mode",): (False, "drop it"),
     ("triangular_masking", "tm"): (True, "attention is the model's own; drop it"), ("return_tuple",): (True, "drop it"),
     ("injection_policy_tuple",): (None, "use injection_policy"), ("min_out_tokens", "min_tokens"): (1, "give min_new_tokens to generate"),
-    ("moe_experts",): ([1], "drop it"), ("moe_type",): ("standard", "drop it"),
-    ("ep_group", "expert_group"): (None, "use ep_size"), ("ep_mp_group", "expert_mp_group"): (None, "use ep_size")}
+    ("moe_experts", "moe.moe_experts", "moe.num_experts"): ([1], "drop it"), ("moe_type", "moe.type"): ("standard", "drop it"),
+    ("ep_group", "expert_group", "moe.ep_group", "moe.expert_group"): (None, "use ep_size"),
+    ("ep_mp_group", "expert_mp_group", "moe.ep_mp_group"): (None, "use ep_size"),
+    ("config", "args"): (None, "put its keys at the top level")}
 # Any of these says that a file is for `deepspeed.initialize`, which takes unknown keys.
 TRAINING_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "scheduler",
                  "zero_optimization", "expert_parallel")
@@ -131,8 +133,13 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
             found.append(f"{key}: no key of deepspeed.init_inference; " + (f"did you mean {near[0]!r}?" if near else "drop it"))
     for names, (nothing, instead) in UNREAD.items():
         for key in names:
-            if not _asks_for_nothing(stock.get(key, nothing), nothing):
+            of, _, name = key.rpartition(".")
+            asked = _object(stock, of) if of else stock
+            if asked.get("enabled") is not False and not _asks_for_nothing(asked.get(name, nothing), nothing):
                 found.append(f"{key}: DeepSpeed takes it and passes over it for these models; {instead}")
+    for key in ("injection_policy", "injection_dict"):
+        if any(isinstance(block, str) for block in _object(stock, key)):
+            found.append(f"{key}: its keys are classes, which a file can't hold; give it to init_inference as an argument")
     if stock.get("save_mp_checkpoint_path") is not None and _tp_size(stock) == 1:
         found.append("save_mp_checkpoint_path: without tensor parallelism DeepSpeed writes nothing there; drop it")
     for key in ("replace_with_kernel_inject", "kernel_inject"):

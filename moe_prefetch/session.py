@@ -176,6 +176,8 @@ class Session:
     def step_begin(self, batch: int, tokens: int) -> None:
         if self._mover is not None:
             self._mover.check_usable()
+        if self._store is not None and self._device is None:
+            raise SessionError("a detach broke off: the weights are not back", where="experts.home: host", do="call detach() again")
         with self._pass_lock:
             if self._in_pass():
                 raise SessionError("a second forward pass began before the first ended", where=f"step {self._step}",
@@ -311,9 +313,9 @@ class Session:
 
     @property
     def ledger(self) -> Ledger:
-        """Every demand so far, settled; with experts.home: host waits for the device, and does not tell prefill from decode."""
+        """Every demand so far, settled; home: host waits for the device, or in a pass tells of those before, and knows no prefill."""
         if self._device is not None:
-            said = self._device.counts()
+            said = self._device.counts(wait=not self._in_pass())
             self._ledger.layers, self._ledger.kinds = list(said.layers), {"all": said.total}
         return self._ledger
 
@@ -344,23 +346,22 @@ class Session:
     def detach(self) -> None:
         """Weights back into the same parameters, hooks gone, memory and files back. Calling it again does nothing.
 
-        Raises ArtefactError when a record can't be read back, DeadlineError when the drive hangs; then nothing is lost: the session stays
-        attached, and `detach` may be called again.
+        Raises ArtefactError when a record can't be read back, DeadlineError when the drive hangs, torch's error when memory is short. Then
+        nothing is lost: the session stays attached (of home: host it runs no pass), and `detach` may be called again.
         """
         if not self._attached:
             return
         if self._in_pass():
             raise SessionError("detach was called inside a forward pass", do="let the pass end first")
         mover = self._mover
-        if mover is not None and not mover.closed:
-            if not mover.forked:
-                if self._pass is not None:
-                    mover.reset()
-                    self._pass = None
-                self.wait_idle()
-                with mover.lock:
-                    mover.drop_slots()
-                self._settle_rest(mover)
+        if mover is not None and not mover.closed and not mover.forked:
+            if self._pass is not None:
+                mover.reset()
+                self._pass = None
+            self.wait_idle()
+            with mover.lock:
+                mover.drop_slots()
+            self._settle_rest(mover)
         if self._device is not None:
             # Slots go first: the weights need their place.
             self._held, self._ledger, self._device = self._device.held_bytes(), self.ledger, None

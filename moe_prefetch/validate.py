@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import config as config_module
 from . import deepspeed_file
-from .errors import MoEPrefetchError
+from .errors import ConfigError, MoEPrefetchError
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -19,11 +20,15 @@ def check(path: Path | str, runtime: Runtime | None = None) -> list[str]:
     together (in a DeepSpeed file also with DeepSpeed's), and what they name on the drive (a probe, the folder of one to come, a KV
     calibration, a record folder). Raises nothing for a bad file."""
     config, problems = config_module.examine(Path(path))
+    whole: dict[str, Any] = {}
+    if Path(path).suffix == ".json":
+        with suppress(ConfigError):
+            whole = config_module.parse_file(Path(path))
+    problems += deepspeed_file.misspelt(whole)
     if config is None:
         return problems
-    if Path(path).suffix == ".json" and deepspeed_file.SECTION in (whole := config_module.parse_file(Path(path))):
-        stock = {key: value for key, value in whole.items() if key != deepspeed_file.SECTION}
-        problems += deepspeed_file.misspelt(stock) + deepspeed_file.contradictions(stock, config)
+    if deepspeed_file.SECTION in whole:
+        problems += deepspeed_file.contradictions({key: whole[key] for key in whole if key != deepspeed_file.SECTION}, config)
     if config.probe.path is not None:
         problems += _trial("probe.path", lambda: _probe(config.probe.path))
     if config.fit is not None:

@@ -269,6 +269,7 @@ def test_any_value_is_a_config_or_lists_its_problems(value):
 
 # budgets --------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("text", "size"), [("0B", 0), ("1024B", 1024), (" 2 GB ", 2 * 10**9), ("512MiB", 512 << 20), ("1.5KiB", 1536),
+                                            ("2TiB", 2 << 40), ("1.3 TB", 13 * 10**11),
                                             ("3b", 3), ("9007199254740993 b", 9007199254740993)])
 def test_sizes(text, size):
     assert parse_bytes(text) == size

@@ -46,6 +46,7 @@ def test_what_is_refused(source, word):
     ({"dtyp": "fp32"}, {}, "did you mean 'dtype'"), ({"zzz": 1}, {}, "drop it"),
     ({"replace_with_kernel_inject": True}, {}, "no kernels"), ({"kernel_inject": True}, {}, "no kernels"),
     ({"quant": {}, "checkpoint": "c"}, {}, "nothing would be loaded"), ({"quant": {"num_bits": 4}}, {}, "nothing would be quantised"),
+    ({"moe": {"type": "residual"}}, {}, "moe.type"), ({"injection_dict": {"Block": ["o_proj"]}}, {}, "as an argument"),
     ({"enable_cuda_graph": True}, {}, "replayed graph"), ({"dtype": "int8"}, {}, "int8"),
     ({"tensor_parallel": {"tp_size": 2}}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "tensor parallelism"),
     ({"mp_size": 2}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "1/2"), ({}, FIT, "belongs to training"),
@@ -65,6 +66,7 @@ def test_no_engine_reads_experts_from_the_hosts_memory():
 
 @pytest.mark.parametrize(("stock", "ours"), [
     ({}, {}), ({"quant": {"enabled": False}, "checkpoint": None, "return_tuple": True, "tm": True, "set_empty_params": False}, {}),
+    ({"moe": True}, {}), ({"moe": {"ep_size": 2, "type": "standard"}}, {}), ({"moe": {"enabled": False, "type": "residual"}}, {}),
     ({"mp_size": 2, "save_mp_checkpoint_path": "out"}, {}),
     ({"dtype": "fp32", "tp": {"tp_size": 2}}, DISK), ({**TRAIN, "zero_optimization": {"stage": 2}, "optimizer": {}, "x": 1}, FIT),
     ({**TRAIN, "expert_parallel": {"enabled": True}}, DISK)])

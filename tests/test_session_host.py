@@ -1,6 +1,8 @@
 """attach with experts.home: host: the device's path end to end; on a CPU its laws, on a GPU its kernels and a captured step."""
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -139,6 +141,46 @@ def test_a_pass_that_was_abandoned_leaves_the_session_usable() -> None:
         session.wait_idle()
         assert session._device is not None
         session._device.check()
+
+
+def test_looking_during_a_pass_sees_the_passes_before_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's streams and plans are the pass's; a report may be made in another thread meanwhile."""
+    model, seen = model_of(), []
+    with moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}}) as session:
+        run(model, 1)
+        before = session.ledger.total
+
+        def look(*args) -> None:
+            with monkeypatch.context() as m:
+                m.setattr(session._device, "rest", lambda: pytest.fail("it waits for the device"))
+                thread = threading.Thread(target=lambda: seen.append((session.report(), session.ledger.total)))
+                thread.start()
+                thread.join()
+
+        handle = model.model.layers[1].register_forward_hook(look)
+        run(model, 0)
+        handle.remove()
+        assert [total for _, total in seen] == [before]
+        assert session.ledger.total.demanded > before.demanded
+
+
+def test_a_detach_without_memory_for_the_weights_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    before = run(model, 1)
+    session = moe_prefetch.attach(model, {"experts": {"home": "host", "resident": 2}})
+
+    def none_left(*args, **kwargs) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(torch, "empty_strided", none_left)
+        with pytest.raises(torch.OutOfMemoryError):
+            session.detach()
+    with pytest.raises(SessionError, match="detach"):
+        run(model, 1)
+    assert session.held_bytes()["total"] > 0
+    session.detach()
+    assert same(run(model, 1), before)
 
 
 def test_a_decode_step_over_a_static_cache() -> None:

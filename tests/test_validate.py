@@ -155,6 +155,11 @@ def test_a_deepspeed_section_is_checked(tmp_path):
     assert len(found) == 1 and found[0].startswith("probe.path")
 
 
+def test_a_section_of_almost_that_name_is_told(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "moe_prefech": {}}))
+    assert any("did you mean 'moe_prefetch'" in line for line in check(tmp_path / "ds.json"))
+
+
 def test_no_model_and_no_gpu_are_touched(sound):
     code = ("import sys\nfrom moe_prefetch.validate import check\nimport torch\nassert check(sys.argv[1]) == []\n"
             "assert not torch.cuda.is_initialized()\nassert 'transformers' not in sys.modules")

@@ -314,7 +314,7 @@ def line_of(case: str, found: dict[str, dict[str, Any]], timed: bool) -> str:
     def one(way: str, said: dict[str, Any]) -> str:
         if "fault" in said:
             return f"{way} failed ({said['fault']})"
-        if said["error"] > BOUND:
+        if not said["error"] <= BOUND:
             return f"{way} is wrong by {said['error']:.1e}"
         return f"{way} {said['us']:.1f}" + (f"/{said['move_us']:.1f}" if "move_us" in said else "") if timed else f"{way} right"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,9 @@ class Cache:
 
 
 def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
-    return float((out.double() - ref.double()).norm() / ref.double().norm())
+    """Error in the norm; infinite where `out` has a NaN: comparisons and `max` would pass over one."""
+    err = float((out.double() - ref.double()).norm() / ref.double().norm())
+    return math.inf if math.isnan(err) else err
 
 
 def timed(calls: list[Callable[[], object]], replays: int = 9) -> float:

@@ -59,25 +59,19 @@ class Scheme(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Scheme:
         """From a name such as `fp4-quality`, `fp4-quality_topn_w128`, `fp8+fp4-72_w128` or `fp4-72_nowindow_s32`. Raises ConfigError."""
-        fmt = format_of(name.split("_")[0])
-        found = cls(fmt.name, "importance" if fmt.has_book else "none", fmt.window)
-        for part in name.split("_")[1:]:
-            if part == "pinned":
-                found = found._replace(pinned=True)
-            elif part in POLICIES:
-                found = found._replace(policy=part)
-            elif part == "nowindow" or re.fullmatch(r"w\d{1,5}", part):
-                found = found._replace(window=0 if part == "nowindow" else int(part[1:]))
-            elif re.fullmatch(r"s[1-9]\d{0,2}", part):
-                found = found._replace(settle=int(part[1:]))
-            else:
-                raise ConfigError(
-                    f"{part!r} in {name!r} means nothing",
-                    where="--only",
-                    expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128, then _s32, then _pinned",
-                    do="correct the name",
-                )
-        return found
+        fmt, policies = format_of(name.split("_")[0]), "|".join(POLICIES)
+        # One name for each scheme: journals and rows go by it.
+        found = re.fullmatch(rf"[^_]+(?:_({policies}))?(?:_(nowindow|w\d{{1,5}}))?(?:_s([1-9]\d{{0,2}}))?(_pinned)?", name)
+        policy, window, settle, pinned = found.groups() if found else ("", "", "0", "")
+        if not 1 <= int(settle or 1) <= 128:
+            raise ConfigError(
+                f"{name!r} is no scheme",
+                where="--only",
+                expected=f"FORMAT, then _{' _'.join(POLICIES)}, then _nowindow or _w128, then _s1 to _s128, then _pinned",
+                do="correct the name",
+            )
+        recent = fmt.window if window is None else 0 if window == "nowindow" else int(window[1:])
+        return cls(fmt.name, policy or ("importance" if fmt.has_book else "none"), recent, pinned is not None, int(settle or 1))
 
 
 PEERS = ("peer-fp8-cast", "peer-quanto-int4-k0v0", "peer-quanto-int4-k1v0", "peer-hqq4-g64", "peer-hqq4-g32")
@@ -116,17 +110,20 @@ class Job:
 
     def __post_init__(self) -> None:
         for scheme in (Scheme.parse(name) for name in self.schemes if name not in PEERS):
-            if self.length <= SINKS + scheme.window:
+            step = LATE + 1 if self.passkey else scheme.settle
+            if self.length <= (kept := SINKS + scheme.window + step):
+                together = f", {step} at a time" if step > 1 else ""
                 raise ConfigError(
-                    f"{self.length} tokens never leave a window of {scheme.window}: {scheme.format} would be measured as FP16",
+                    f"{self.length} tokens never leave a window of {scheme.window}{together}: {scheme.format} would be measured as FP16",
                     where="--length",
-                    expected=f"more than {SINKS + scheme.window}",
+                    expected=f"more than {kept}",
                     do=f"give more, or name a smaller window, such as {scheme.format}_w{self.length // 4}",
                 )
-        if self.passkey and (bad := [name for name in self.schemes if name in PEERS or Scheme.parse(name).pinned]):
+        if self.passkey and (bad := [x for x in self.schemes if x in PEERS or Scheme.parse(x).pinned or re.search(r"_s\d", x)]):
             raise ConfigError(
-                f"{bad[0]} has no cache to hide a key in", where="--only", expected="schemes of ours", do="leave it or --passkey out"
-            )
+                f"{bad[0]} is no cache to hide a key in", where="--only", expected="schemes of ours, without _s32 and _pinned",
+                do="leave it or --passkey out",
+            )  # fmt: skip
         if self.length < 64 or self.texts < 1:
             raise ConfigError(
                 f"{self.texts} texts of {self.length} tokens", where="--texts, --length", expected="one of at least 64", do="give more"

@@ -49,6 +49,9 @@ class Journal:
         if self.path is not None and not self.path.exists():
             check_writable(self.path.absolute().parent)
         for path in paths:
+            if path != self.path and not path.exists():
+                raise ArtefactError("a journal can't be read: it is not there", where=str(path), expected="only the first may be new",
+                                    do="correct its name, or leave it out")  # fmt: skip
             self._read(path)
 
     def _read(self, path: Path) -> None:

@@ -1,7 +1,8 @@
 """Every demand is settled here: how many experts were there, late or missing, and which bytes moved for nothing."""
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import operator
+from dataclasses import asdict, dataclass
 
 from ..types import Settlement
 
@@ -20,7 +21,7 @@ class Totals:
     stall_s: float = 0.0
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Totals(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def demanded(self) -> int:
@@ -36,7 +37,10 @@ class Totals:
 
 
 class Ledger:
-    """Totals over all layers, per layer, and split into decode (one token a sequence) and prefill by the caller's label."""
+    """Totals over all layers, per layer, and split into decode (one token a sequence) and prefill by the caller's label.
+
+    One thread settles at a time; others may look meanwhile: what they see is whole, since nothing that they can hold changes.
+    """
 
     def __init__(self, num_layers: int, record_bytes: int) -> None:
         self.record_bytes = record_bytes
@@ -44,15 +48,9 @@ class Ledger:
         self.kinds: dict[str, Totals] = {}
 
     def settle(self, s: Settlement, kind: str) -> None:
-        for t in (self.layers[s.layer], self.kinds.setdefault(kind, Totals())):
-            t.hit += s.hit
-            t.late += s.late
-            t.miss += s.miss
-            t.cancelled += s.cancelled
-            t.bytes_moved += s.bytes_moved
-            t.stall_s += s.stall_s
-            t.wasted += s.wasted
-            t.bytes_wasted += s.wasted * self.record_bytes
+        more = Totals(s.hit, s.late, s.miss, s.wasted, s.cancelled, s.bytes_moved, s.wasted * self.record_bytes, s.stall_s)
+        self.layers[s.layer] += more
+        self.kinds = {**self.kinds, kind: self.kinds.get(kind, Totals()) + more}
 
     @property
     def total(self) -> Totals:

@@ -303,13 +303,13 @@ def read_folder(folder: Path | str) -> tuple[dict[str, Any], list[Residual | Non
                             expected=f"format {FORMAT}, version {VERSION}", do="fit the probe again with this version")
     tensors = load_tensors(contained(folder, "model.safetensors"), sha256=str(config.get("weights_sha256")), cap=MAX_BYTES)
     try:
-        return config, [_read_residual(h, tensors, config["used"][str(h)], config, str(folder)) if str(h) in config["used"] else None
+        return config, [_read_residual(h, tensors, set(config["used"][str(h)]), config, str(folder)) if str(h) in config["used"] else None
                         for h in HORIZONS]
     except (KeyError, TypeError, IndexError, RuntimeError) as e:
         raise ArtefactError(f"the probe's parts do not fit together: {e}", where=str(folder), do="fit the probe again") from e
 
 
-def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], config: dict[str, Any], where: str) -> Residual:
+def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: set[int], config: dict[str, Any], where: str) -> Residual:
     layers, experts, hidden = (config[k] for k in ("layers", "experts", "hidden"))
     rank, linear, inputs = (config["horizons"][str(h)][k] for k in ("rank", "linear", "inputs"))
     if inputs not in (1, 2):
@@ -318,7 +318,9 @@ def _read_residual(h: int, tensors: dict[str, torch.Tensor], used: list[int], co
     kept = (_unpack(f"h{trunk}.down", tensors, where)[taps], tensors[f"h{trunk}.shift"].float()[taps],
             _unpack(f"h{h}.up", tensors, where), tensors[f"h{h}.out"].float(), tensors[f"h{h}.temperature"].float())
     down, shift, up, out = (torch.cat([t.new_zeros(h, *t.shape[1:]), t]) for t in kept[:-1])
-    r = Residual(down, shift, up, out, torch.cat([kept[-1].new_ones(h), kept[-1]]), linear, [i in set(used) for i in range(layers)])
+    # As many as there are: how many the config says is compared below.
+    used_L = [i in used for i in range(len(up))]
+    r = Residual(down, shift, up, out, torch.cat([kept[-1].new_ones(h), kept[-1]]), linear, used_L)
     want = {"down_LRW": (layers, rank, inputs * hidden), "shift_LR": (layers, rank), "up_LER": (layers, experts, rank),
             "out_LE": (layers, experts), "temperature_L": (layers,)}
     for name, shape in want.items():

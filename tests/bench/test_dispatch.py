@@ -108,7 +108,7 @@ class Done:
                     "megatron_alltoall_kernel": {"error": 1e-3, "us": 60.0},
                     "gather": {"error": 1e-3, "us": 30.0, "move_us": 6.0}, "ag_rs": {"error": 2e-3, "us": 45.0, "move_us": 20.0},
                     "ag_rs_packed": {"error": 2e-3, "us": 42.0, "move_us": 15.0}, "a2a_padded": {"fault": "RuntimeError: no"},
-                    "host": {"error": 0.5}}
+                    "host": {"error": 0.5}, "stay": {"error": float("nan")}}
             with open(f"{self.folder}/found", "w") as f:
                 f.write(json.dumps(["mixtral-8x7b_ep2_t1_uniform", ways]) + "\n" + '["cut off')
         else:
@@ -137,7 +137,13 @@ def test_rows_are_of_what_was_right_and_the_rest_is_named(monkeypatch, tmp_path,
     assert rows["gather_us"]["machine"] == "2x H200" and rows["gather_us"]["checked"] == "error 2.00e-03"
     said = capsys.readouterr().out
     assert "a2a_padded failed (RuntimeError: no)" in said and "host is wrong by 5.0e-01" in said
-    assert "rank 1: out of memory" in said and "not run (1): mixtral-8x7b_ep2_t2_uniform" in said
+    assert "stay is wrong by nan" in said and "rank 1: out of memory" in said and "not run (1): mixtral-8x7b_ep2_t2_uniform" in said
+
+
+def test_an_output_of_nan_is_wrong_whoever_has_it_and_whichever_call() -> None:
+    want = torch.ones(2, 2)
+    errors = [job.relative(out, want) for out in (want, want * float("nan"), want * float("inf"), want)]
+    assert errors == [0.0, float("inf"), float("inf"), 0.0] and max(errors) == float("inf")
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "all-to-one"])

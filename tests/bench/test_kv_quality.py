@@ -220,23 +220,29 @@ def test_a_question_reads_the_text_from_each_cache(model):
     assert 0 < fp16 < 0.02 and fp16 < fp4 < 4 and caches["fp4-72_nowindow"].get_seq_length() == 300
 
 
-@pytest.mark.parametrize("name", ["peer-quanto-int4-k1v0", "fp8_pinned"])
+@pytest.mark.parametrize("name", ["peer-quanto-int4-k1v0", "fp8_pinned", "fp8_s8", "fp8_s1"])
 def test_keys_are_looked_for_in_caches_only(name):
-    with pytest.raises(ConfigError, match="no cache"):
+    with pytest.raises(ConfigError, match="hide a key in"):
         job(passkey=2, length=768, schemes=(name,))
 
 
 def test_a_window_that_holds_the_whole_text_is_refused():
     """It would be measured as FP16."""
     with pytest.raises(ConfigError, match="never leave a window of 1024"):
-        job(schemes=("fp4-quality",), length=1028)
-    job(schemes=("fp4-quality",), length=1029)
+        job(schemes=("fp4-quality",), length=1029)
+    job(schemes=("fp4-quality",), length=1030)
+    with pytest.raises(ConfigError, match="32 at a time"):
+        job(schemes=("fp4-72_s32",), length=100)
+    job(schemes=("fp4-72_s32",), length=101)
+    with pytest.raises(ConfigError, match="32 at a time"):
+        job(schemes=("fp4-quality",), length=1060, passkey=1)
 
 
-@pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_s0", "fp4-quality_best", "peer-unknown"])
-def test_names_that_mean_nothing_are_refused(name):
+@pytest.mark.parametrize("name", ["fp5", "fp4-quality_w", "fp4-quality_s0", "fp4-quality_s129", "fp4-quality_best",
+                                  "fp4-72_w0_w16", "fp4-72_s8_s32", "fp4-72_w64_topn", "peer-unknown"])
+def test_names_that_mean_nothing_or_two_things_are_refused(name):
     with pytest.raises(ConfigError):
-        job(schemes=(name,))
+        bench.Scheme.parse(name)
 
 
 def test_names_are_read():
@@ -277,5 +283,7 @@ def test_the_verb_writes_report_journal_and_rows(model, tmp_path):
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert {r["case"] for r in rows} == {"tiny_fp8_1x72", "tiny_fp4-72_1x72"} and {r["commit"] for r in rows} == {"abc"}
     assert json.loads((tmp_path / "j").read_text().splitlines()[0])["of"]["scheme"] == "fp8"
-    bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5"])
-    assert bad.exit_code == 1 and "fp5" in bad.output
+    same = CliRunner().invoke(cli.app, [*call, "--journal", str(tmp_path / "rows.csv")])
+    assert same.exit_code == 2 and "--rows" in same.output
+    bad = CliRunner().invoke(cli.app, [*call[:-8], "--only", "fp5", "--out", str(tmp_path / "new" / "r")])
+    assert bad.exit_code == 1 and "fp5" in bad.output and not (tmp_path / "new").exists()

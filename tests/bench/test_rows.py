@@ -116,6 +116,9 @@ def test_a_journal_that_can_not_be_is_refused_before_anything_is_measured(tmp_pa
     (tmp_path / "f").write_text("mine")
     with pytest.raises(ArtefactError, match="nothing can be written"):
         Journal([tmp_path / "f" / "j.jsonl"])
+    # Only the first may be new: what was to be read and is not there would be measured again.
+    with pytest.raises(ArtefactError, match="can't be read"):
+        Journal([tmp_path / "j.jsonl", tmp_path / "misspelt.jsonl"])
 
 
 @pytest.mark.parametrize("text", [b"a,b\n1,2\n", b"\xff\xfe\x00\x01", b'{"x": 1}', ",".join(COLUMNS[:-1]).encode() + b"\n"])

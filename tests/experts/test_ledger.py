@@ -99,6 +99,17 @@ def test_a_step_of_no_tokens_and_kinds():
     assert ledger.kinds["decode"].demanded == 6 and ledger.kinds["prefill"].demanded == 1
 
 
+def test_what_was_read_of_a_running_ledger_stays_as_it_was():
+    """A report may be made in one thread while the model generates in another."""
+    ledger = Ledger(2, 10)
+    ledger.settle(Settlement(0, 0, 1, 0, 0, 0, 0, 0, 0.0), "prefill")
+    kinds, (first, _), prefill = iter(ledger.kinds.items()), ledger.layers, ledger.kinds["prefill"]
+    ledger.settle(Settlement(0, 1, 1, 2, 0, 0, 0, 20, 0.0), "decode")
+    ledger.settle(Settlement(0, 1, 1, 2, 0, 0, 0, 20, 0.0), "prefill")
+    assert [(kind, t.demanded) for kind, t in kinds] == [("prefill", 1)] and first.demanded == prefill.demanded == 1
+    assert ledger.layers[0].demanded == 7 and ledger.kinds["prefill"].demanded == 4
+
+
 def test_prefill_and_decode_are_told_apart():
     model = small()
     with moe_prefetch.attach(model) as session, torch.no_grad():

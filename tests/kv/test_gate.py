@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,21 @@ def test_what_is_measured_has_the_outliers_of_what_is_served() -> None:
     attention(None, module, k, k, k)
     layer = PagedLayer(KVConfig(format="fp4-quality"), 0, None)
     assert seen[0] == layer.layout(128, 128) and seen[0].outliers == 3
+
+
+@pytest.mark.parametrize("settle", [1, 8])
+def test_a_text_shows_something_once_its_last_token_reads_a_page(settle: int) -> None:
+    model, least = models.llama(), 4 + 16 + settle
+    ask = lambda n: gate(model, [models.ids(n)[0]], None, format="mxfp4", max_kl=9.0, window=16, settle=settle).before.kl  # noqa: E731
+    with pytest.raises(ConfigError, match=f"more than {least} tokens"):
+        ask(least)
+    assert ask(least + 1) > 1e-6
+
+
+@pytest.mark.parametrize("kw", [{"max_kl": 0.1, "format": "fp4-72-c64"}, {"max_bits": 9.0, "formats": ("fp8", "fp4-72-c64")}])
+def test_the_gate_tries_no_format_that_a_configuration_can_not_name(kw: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="fp4-72-c64"):
+        gate(models.llama(), [models.ids(200)[0]], None, window=16, **kw)
 
 
 @pytest.mark.parametrize("budgets", [{}, {"max_kl": 0.1, "max_bits": 5.0}])

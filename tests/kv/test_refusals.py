@@ -169,6 +169,23 @@ def test_padding_that_comes_too_late_or_for_other_rows(llama) -> None:
         cache.set_padding(torch.ones(2, 10))
 
 
+def test_padding_goes_with_its_rows_where_there_is_no_token_yet(llama) -> None:
+    mask, ids = torch.ones(2, 10), models.ids(10, 2)
+    mask[0, :3] = 0
+    cache = make_cache(llama.config, models.config("fp8"))
+    cache.set_padding(mask)
+    cache.batch_select_indices(torch.tensor([1]))
+    models.generate(llama, ids[1:], cache, 2)
+    assert cache.layers[0].store.pads == [0]
+    # As beams, and for the same prompts again.
+    cache = make_cache(llama.config, models.config("fp8"))
+    for _ in range(2):
+        cache.set_padding(mask)
+        models.generate(llama, ids, cache, 2, mask=mask, num_beams=3)
+        assert cache.layers[1].store.pads == [3, 3, 3, 0, 0, 0]
+        cache.reset()
+
+
 # sizes --------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("n", [0, -1, 2.5, "80"])
 def test_a_fixed_size_must_hold_a_token(llama, n: Any) -> None:
@@ -243,7 +260,8 @@ def test_gate_warning_and_report_count_the_basis_alike(caplog) -> None:
 @pytest.mark.parametrize(
     "kw",
     [{"format": "fp3"}, {"format": None}, {"window": -1}, {"windw": 3}, {"layers": {"x": "fp8"}}, {"layers": {-1: "fp8"}},
-     {"layers": {1: "q"}}, {"layers": {"1": "fp8", "01": "fp8"}}, {"sinks": 2.5}, {"outliers": "all"}, {"settle": 0}],
+     {"layers": {1: "q"}}, {"layers": {"1": "fp8", "01": "fp8"}}, {"sinks": 2.5}, {"outliers": "all"}, {"settle": 0},
+     {"layers": {True: "fp8"}}],
     ids=str,
 )  # fmt: skip
 def test_settings_made_in_python_raise_our_error(kw: dict[str, Any]) -> None:

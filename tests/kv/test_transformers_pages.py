@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections import Counter
@@ -483,6 +484,27 @@ def test_each_cache_takes_back_what_it_switched_itself(llama) -> None:
     assert llama.config._attn_implementation == OURS and {row["attention"] for row in second.report()} == {"pages"}
     del second
     assert llama.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_reads_pages_as_its_original_does(llama) -> None:
+    """A prompt's cache is copied for each text that begins with it; the prompt's own may be gone by then."""
+    ids = models.ids(50)
+    prompt = make_cache(llama, models.config(attention="pages"))
+    with torch.no_grad():
+        llama(ids[:, :-1], past_key_values=prompt)
+    one, two = copy.deepcopy(prompt), copy.deepcopy(prompt)
+    del prompt
+    for cache in (one, two):
+        models.generate(llama, ids, cache, n=4)
+        assert {row["attention"] for row in cache.report()} == {"pages"}
+    del one, two, cache
+    assert llama.config._attn_implementation == "sdpa"
+    later = make_cache(llama, models.config())
+    with torch.no_grad():
+        llama(ids[:, :-1], past_key_values=later)
+    later = copy.deepcopy(later)
+    under(llama, OURS, lambda: models.generate(llama, ids, later, n=4))
+    assert {row["attention"] for row in later.report()} == {"pages"}
 
 
 @pytest.mark.parametrize(("before", "reason"), [("eager", "eager attention"), ("flex_attention", "left as it is")])

@@ -198,7 +198,7 @@ def edit(folder: Path, **kw: object) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("spoil", ["truncate", "flip", "version", "rank", "used", "missing", "link"])
+@pytest.mark.parametrize("spoil", ["truncate", "flip", "version", "rank", "layers", "used", "missing", "link"])
 def test_spoilt_probe_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
     trained().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -212,6 +212,9 @@ def test_spoilt_probe_is_named_and_refused(tmp_path: Path, spoil: str) -> None:
         edit(tmp_path, version=99)
     elif spoil == "rank":
         edit(tmp_path, horizons={str(h): {"rank": R + 1, "linear": 1, "inputs": 1} for h in range(3)})
+    elif spoil == "layers":
+        # Of a size that is not to be made first and compared then.
+        edit(tmp_path, layers=1 << 40)
     elif spoil == "used":
         edit(tmp_path, used={"0": None})
     elif spoil == "missing":

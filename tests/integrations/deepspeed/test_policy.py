@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from deepspeed.module_inject.policy import DSPolicy
 from deepspeed.moe.layer import MoE
 from torch import nn
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer, Qwen2MoeSparseMoeBlock
 
 import moe_prefetch
 from moe_prefetch.config import load
@@ -51,6 +51,15 @@ def test_the_older_style_is_taken(policy, key):
     assert engine.moe_prefetch.ledger.total.bytes_moved > 0
     engine.moe_prefetch.detach()
     assert torch.allclose(got, want, atol=1e-4) and torch.equal(logits_of(engine, ids, 4), want)
+
+
+def test_names_of_layers_may_stand_beside_it():
+    model, ids = tiny("qwen2_moe"), prompt(2, 9)
+    want = logits_of(model, ids, 4)
+    policies = {Qwen2MoeSparseMoeBlock: mpd.MoEPrefetchPolicy, Qwen2MoeDecoderLayer: ("self_attn.o_proj",)}
+    engine = mpd.init_inference(model, {"dtype": "fp32", "moe_prefetch": DISK, "moe": {"enabled": True}}, injection_policy=policies)
+    assert torch.allclose(logits_of(engine, ids, 4), want, atol=1e-4)
+    engine.moe_prefetch.detach()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer, Qwen2MoeForCausalLM
 
 from moe_prefetch.deepspeed_file import INFERENCE_KEYS
 from moe_prefetch.errors import (
@@ -77,12 +78,24 @@ INFERENCE = [
     ("a policy class of the older style", {**ours(), "injection_policy": {nn.Linear: OtherPolicy}}, ConfigError, "no policy classes"),
     ("our policy for no MoE block", {**ours(), "injection_policy": {nn.Linear: mpd.MoEPrefetchPolicy}}, ConfigError, "no MoE block"),
     ("our policy for another block", {**ours(), "injection_policy": {mpd.MoE: mpd.MoEPrefetchPolicy}}, ConfigError, "has no MoE"),
+    *((f"names of layers: {case}", {**ours(), "injection_policy": policy}, ConfigError, word) for case, policy, word in (
+        ("a class in words, as in a file", {"Qwen2MoeDecoderLayer": ["self_attn.o_proj"]}, "a file can't hold"),
+        ("no such layer", {Qwen2MoeDecoderLayer: ("self_attn.o_proj", "nope")}, "ends in 'nope'"),
+        ("no names", {Qwen2MoeDecoderLayer: (1,)}, "ends in 1"), ("no module", {int: ("o_proj",)}, "has no int"),
+        ("a class of another model", {nn.Conv2d: ("o_proj",)}, "has no Conv2d"),
+        ("the model itself", {Qwen2MoeForCausalLM: ("o_proj",)}, "has no Qwen2MoeForCausalLM"))),
+    ("experts spread by ep_size", {**ours(), "ep_size": 2}, ConfigError, "ep_size is 2"),
+    ("experts spread by moe.ep_size", {**ours(), "moe": {"ep_size": 2}}, ConfigError, "ep_size is 2"),
+    ("sizes old and new", {**ours(), "mp_size": 2, "tensor_parallel": {"tp_size": 1}}, ConfigError, "mp_size"),
+    *((f"moe.{key}, which does nothing", {**ours(), "moe": {key: value}}, ConfigError, f"moe.{key}: DeepSpeed takes it") for key, value in {
+        "moe_experts": [4], "num_experts": [4], "type": "residual", "ep_group": 1, "expert_group": 1, "ep_mp_group": 1}.items()),
     *((f"{key}, which does nothing", {**ours(), key: value}, ConfigError, f"{key}: DeepSpeed takes it and passes over") for key, value in {
         "quant": {"enabled": True}, "checkpoint": "weights.json", "base_dir": "weights", "checkpoint_config": {"checkpoint_dir": "weights"},
         "ckpt_config": {"base_dir": "w"}, "set_empty_params": True, "training_mp_size": 2, "use_triton": True, "triton_autotune": True,
         "transposed_mode": True, "triangular_masking": False, "tm": False, "return_tuple": False, "injection_policy_tuple": ("o_proj",),
         "min_out_tokens": 5, "min_tokens": 5, "moe_experts": [4], "moe_type": "residual", "ep_group": 1, "expert_group": 1,
-        "ep_mp_group": 1, "expert_mp_group": 1}.items()),
+        "ep_mp_group": 1, "expert_mp_group": 1, "config": {"dtype": "bf16"},
+        "args": {"dtype": "bf16"}}.items()),
     ("quant without a word of enabled", {**ours(), "quant": {"weight": {"num_bits": 8}}}, ConfigError, "nothing would be quantised"),
     ("a place to save what is not split", {**ours(), "save_mp_checkpoint_path": "out"}, ConfigError, "writes nothing there"),
     ("a list for a configuration", [1], ConfigError, "can't be a list"),
