@@ -25,7 +25,7 @@ from kv_attend import timed
 from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_encode import fused, general, general_planes
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, encode_naive, neutral_book, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of, layout_for
 
 HEADS, STRIDE = 8, 16
@@ -46,8 +46,9 @@ def cases() -> dict[str, tuple[ModuleType, PageLayout]]:
         if module:
             found[name] = (module, layout)
     # other numbers of outliers than a format's own
-    for dim, outliers in ((d, o) for d in (64, 128) for o in (0, 2, 8, 16)):
-        found[f"fp4-quality_d{dim}_o{outliers}"] = (fused, PageLayout(format_of("fp4-quality"), dim, dim, outliers))
+    for dim, outliers in ((64, 0), (64, 2), (64, 4), (64, 8), (64, 16), (80, 6), (128, 0), (128, 2), (128, 8), (128, 16), (256, 16)):
+        module = fused if dim in (64, 128) else general_planes
+        found[f"fp4-quality_d{dim}_o{outliers}"] = (module, PageLayout(format_of("fp4-quality"), dim, dim, outliers))
     return found
 
 
@@ -57,8 +58,8 @@ def heads_of(layout: PageLayout) -> int:
 
 def book_of(layout: PageLayout) -> Book:
     book, heads = neutral_book(layout, heads_of(layout), "cuda"), heads_of(layout)
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(heads)])
-    return (channels.to(torch.int32).contiguous(), *book[1:])
+    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers] for _ in range(heads)])
+    return (arranged(channels, layout), *book[1:])
 
 
 def runs_of(pages: list[int], start: int, count: int, source: int = 0) -> torch.Tensor:

@@ -29,7 +29,7 @@ from moe_prefetch.bench.rows import Row, append_rows, check_rows, machine_name
 from moe_prefetch.kernels.kv_attend import general, general_latent
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import encode_naive, neutral_book, runs_for
+from moe_prefetch.kernels.kv_encode.records import arranged, encode_naive, neutral_book, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of, layout_for
 
 LATENT, ROTARY = 512, 64
@@ -131,8 +131,8 @@ def attend_of(layout: PageLayout) -> Callable[..., Any]:
 def prepared(run: Run, pages: int = 32) -> tuple[PageLayout, Any, torch.Tensor]:
     """Layout, codebook, and full pages of N(0, 1) tokens through the naive encoder."""
     layout = run.layout
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(run.heads)])
-    book = (channels.to(torch.int32).contiguous(), *neutral_book(layout, run.heads, "cuda")[1:])
+    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers] for _ in range(run.heads)])
+    book = (arranged(channels, layout), *neutral_book(layout, run.heads, "cuda")[1:])
     base = empty_pages(pages, run.heads, layout, "cuda")
     for at in range(0, pages, 8):
         k, v = (torch.randn(8 * PAGE, run.heads, d, device="cuda") for d in (layout.k_dim + layout.rope, layout.v_dim))

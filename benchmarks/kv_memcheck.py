@@ -36,7 +36,7 @@ from moe_prefetch.kernels.kv_attend.op import path_of
 from moe_prefetch.kernels.kv_encode import fused
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.op import fused_for
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, book_shares, encode_naive, runs_for
 from moe_prefetch.kernels.kv_slide.fused import slide
 from moe_prefetch.kernels.kv_slide.naive import Slide
 from moe_prefetch.kernels.kv_take.fused import take
@@ -98,8 +98,9 @@ def book_of(layout: PageLayout) -> Book:
     channels = torch.stack([torch.randperm(layout.k_dim)[: layout.outliers].sort().values for _ in range(heads)]).to(torch.int32)
     if layout.outliers > 1:
         channels[0, -1] = -1
+    channels = arranged(channels, layout)
     mean = torch.randn(heads, layout.k_dim) * (layout.rope == 0)
-    k_weight, v_weight = book_shares(rand(layout.k_dim), rand(layout.v_dim), layout)
+    k_weight, v_weight = book_shares(channels, rand(layout.k_dim), rand(layout.v_dim), layout)
     return channels, mean, rand(layout.k_dim), k_weight, rand(layout.v_dim), v_weight
 
 

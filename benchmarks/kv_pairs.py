@@ -29,7 +29,7 @@ from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_attend.op import path_of
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.op import fused_for
-from moe_prefetch.kernels.kv_encode.records import book_shares, neutral_book, runs_for
+from moe_prefetch.kernels.kv_encode.records import arranged, book_shares, neutral_book, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout, format_of
 
 PAIRS = ("fp8+fp4-72", "fp4-quality+fp8", "fp16+fp4-72", "nvfp4+fp8")
@@ -55,10 +55,10 @@ def layouts() -> list[PageLayout]:
 def book_of(layout: PageLayout, heads: int) -> tuple[torch.Tensor, ...]:
     """Channels, means, gains and weights that differ from head to head where a side's format has them."""
     rand = lambda d: torch.rand(heads, d, device="cuda") + 0.5  # noqa: E731
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(heads)])
-    k_weight, v_weight = book_shares(rand(layout.k_dim), rand(layout.v_dim), layout)
+    channels = arranged(torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers] for _ in range(heads)]), layout)
+    k_weight, v_weight = book_shares(channels, rand(layout.k_dim), rand(layout.v_dim), layout)
     mean = torch.randn(heads, layout.k_dim, device="cuda")
-    return channels.to(torch.int32).contiguous(), mean, rand(layout.k_dim), k_weight, rand(layout.v_dim), v_weight
+    return channels, mean, rand(layout.k_dim), k_weight, rand(layout.v_dim), v_weight
 
 
 def bytes_are_the_laws(layout: PageLayout) -> bool:

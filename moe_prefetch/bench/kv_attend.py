@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..kernels.kv_attend import fused
 from ..kernels.kv_attend.naive import attend_naive
 from ..kernels.kv_encode.naive import empty_pages
-from ..kernels.kv_encode.records import Book, encode_naive, neutral_book, runs_for
+from ..kernels.kv_encode.records import Book, arranged, encode_naive, neutral_book, runs_for
 from ..kv import format as kv_format
 from ..kv.format import PAGE, PageLayout, format_of, layout_for
 from .rows import add_rows, check_rows, choice
@@ -73,10 +73,8 @@ def layout_of(kind: str, dim: int) -> PageLayout:
 
 def book_for(layout: PageLayout, heads: int) -> Book:
     book = neutral_book(layout, heads, "cuda")
-    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers].sort().values for _ in range(heads)]).to(
-        torch.int32
-    )
-    return (channels.contiguous(), *book[1:])
+    channels = torch.stack([torch.randperm(layout.k_dim, device="cuda")[: layout.outliers] for _ in range(heads)])
+    return (arranged(channels, layout), *book[1:])
 
 
 def pages_of(layout: PageLayout, heads: int, book: Book, count: int) -> torch.Tensor:

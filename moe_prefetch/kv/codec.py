@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint import check_own, json_bytes, load_tensors, read_json, tensors_bytes, write_together
 from ..errors import ArtefactError, ShapeError
-from ..kernels.kv_encode.records import Book, book_shares, neutral_book
+from ..kernels.kv_encode.records import Book, arranged, book_shares, neutral_book
 from ..runtime import REAL, Runtime
 from .basis import Axes, Basis, canonical_axes, felt, spread
 from .format import KVFormat, PageLayout
@@ -162,7 +162,8 @@ def book_of(choice: Choice, layout: PageLayout, device: torch.device | str = "cp
             do="calibrate the model that is being run",
         )
     k_mean, k_gain, k_weight, v_gain, v_weight = rows
-    k_weight, v_weight = book_shares(k_weight, v_weight, layout)
+    channels = arranged(channels, layout)
+    k_weight, v_weight = book_shares(channels, k_weight, v_weight, layout)
     return channels, k_mean, k_gain, k_weight, v_gain, v_weight
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..errors import ConfigError, ShapeError
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 PAGE = 128  # tokens of one KV head in a page
 GROUP = 64  # channels (K) or tokens (V) whose two halves share bytes: low nibbles the first half, high nibbles the second
 MAX_OUTLIERS = 16  # K channels in FP16: one MMA step of the decode kernel
@@ -130,7 +130,7 @@ class PageLayout:
     """Byte offsets of one record; sizes follow from `format`, the head dims and the number of FP16 outlier channels.
 
     k_dim, v_dim  head dims of K and V; v_dim 0 means that V is K's own codes (MLA: the latent)
-    outliers      K channels kept in FP16 beside the codes (their FP4 slots hold code 0)
+    outliers      K channels kept in FP16 beside the codes (their codes are 0, or lie where scales do: `reserved`)
     rope          further K channels that live in FP16 only and have no slot (MLA: the rotary part)
     Raises ShapeError for a shape that no kernel of ours reads.
     """
@@ -172,6 +172,21 @@ class PageLayout:
         """Scales of one token's K row; a head dim that is no multiple of the block ends in a shorter one."""
         return self._blocks(self.k_dim)
 
+    @cached_property
+    def reserved(self) -> tuple[int, ...]:
+        """Places among a token's K codes that hold its scales, where enough outlier channels leave theirs: two a scale, the last bytes
+        of the first group. `channels[o]` of a codebook and channel `reserved[o]` change places (`records.arranged`).
+        """
+        n, half = self.k_blocks, GROUP // 2
+        planes = self.format.code == "fp4" and self.format.order == "planes"
+        found = planes and self.v_dim and self.k_dim >= GROUP and self.outliers >= 2 * n
+        return (*range(half - n, half), *range(GROUP - n, GROUP)) if found else ()
+
+    @property
+    def k_scale_row(self) -> int:
+        """Bytes from one token's K scales to the next one's."""
+        return self.k_dim // 2 if self.reserved else self.k_blocks
+
     @property
     def v_scale_shape(self) -> tuple[int, int]:
         """Shape of the V scales: [PAGE, blocks] per token, [v_dim, PAGE // v_group] per channel."""
@@ -184,12 +199,12 @@ class PageLayout:
 
     @cached_property
     def offsets(self) -> dict[str, tuple[int, int]]:
-        """Part name -> (first byte, bytes), in the order of the record."""
+        """Part name -> (first byte, bytes), in the order of the record; scales among the codes have no bytes of their own."""
         rows, cols = self.v_scale_shape
         sizes = {
             "k_codes": self._code_bytes(self.k_dim, self.format.code),
             "v_codes": self._code_bytes(self.v_dim, self.format.v.code),
-            "k_scales": PAGE * self.k_blocks,
+            "k_scales": 0 if self.reserved else PAGE * self.k_blocks,
             "v_scales": rows * cols,
             "k_outliers": PAGE * self.outliers * 2,
             "k_rope": PAGE * self.rope * 2,
@@ -199,6 +214,8 @@ class PageLayout:
         for part, size in sizes.items():
             out[part] = (at, size)
             at += size
+        if self.reserved:
+            out["k_scales"] = (self.reserved[0], 0)
         return out
 
     @cached_property
@@ -248,7 +265,7 @@ class PageLayout:
 def layout_for(
     format: KVFormat, k_dim: int, v_dim: int, *, outliers: int | None = None, rope: int = 0, sinks: int = 4, window: int | None = None
 ) -> PageLayout:
-    """The layout of a format at these head dims; without `outliers` as many as its budget grants beside those sinks and that window
+    """The layout of a format at these head dims; without `outliers` the most that its budget grants beside those sinks and that window
     (None: the format's own); in a pair, as K's format would get for both.
     """
     plain = PageLayout(format, k_dim, v_dim, 0, rope)
@@ -260,9 +277,9 @@ def layout_for(
     for n in (n for n in OUTLIER_STEPS if n <= k_dim):
         trial = PageLayout(format.k, k_dim, v_dim, n, rope)
         bits = trial.bits_per_element(sinks=sinks, window=format.window_or(window))
-        if bits > format.max_bits or trial.outlier_share > format.max_share:
-            return best
-        best = replace(plain, outliers=n)
+        # not the first that does not fit: with more, scales may need no bytes of their own
+        if bits <= format.max_bits and trial.outlier_share <= format.max_share:
+            best = replace(plain, outliers=n)
     return best
 
 

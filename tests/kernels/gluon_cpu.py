@@ -157,8 +157,9 @@ class Shared:
         layout = self.layout if isinstance(self.layout, Swizzled) else None
         return Shared(self.raw[int(i) * size :], self.dtype, self.shape[1:], key=(id(self.raw), int(i)), bases=layout)
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        assert dim == 0
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared | Columns:
+        if dim == 1:
+            return Columns(self, start, length)
         size = torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
         return Shared(self.raw[start * size :], self.dtype, [length, *self.shape[1:]])
 
@@ -179,6 +180,16 @@ class Shared:
             return
         assert tuple(self.view().shape) == tuple(x.v.shape), (self.view().shape, x.v.shape)
         self.view().copy_(x.v)
+
+
+class Columns:
+    """Some columns of shared memory."""
+
+    def __init__(self, whole: Shared, start: int, length: int) -> None:
+        self.whole, self.at = whole, slice(start, start + length)
+
+    def load(self, layout: Any) -> Tensor:
+        return Tensor(self.whole.view()[:, self.at].clone())
 
 
 class Barrier:
@@ -268,7 +279,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
     gl.max = lambda x, axis: Tensor(x.v.amax(axis))
     gl.associative_scan = lambda x, axis, f: Tensor(x.v.cumsum(axis, dtype=x.v.dtype))
 
-    def load(p: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Tensor:
+    def load(p: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: str = "") -> Tensor:
         at = torch.as_tensor(p.at).long()
         ok = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(unwrap(mask)).expand(at.shape)
         return Tensor(torch.where(ok, p.base.reshape(-1)[torch.where(ok, at, 0)], torch.as_tensor(other, dtype=p.base.dtype)))
@@ -330,7 +341,7 @@ def modules(program: list[int], programs: int, asm: Callable[..., Any] = inline_
 
     return {
         "gl": gl,
-        "gluon": types.SimpleNamespace(jit=lambda f=None, **kw: f if f else (lambda g: g)),
+        "gluon": types.SimpleNamespace(jit=lambda f=None, **kw: f if f else (lambda g: g), constexpr_function=lambda f: f),
         "mbarrier": types.SimpleNamespace(init=init, expect=expect, wait=wait, MBarrierLayout=lambda: None),
         "tma": types.SimpleNamespace(async_copy_global_to_shared=copy),
         "mma_v2": mma_v2,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_prefetch.kernels.kv_encode import naive as law
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, book_shares, encode_naive, runs_for
 from moe_prefetch.kv.format import PAGE, PageLayout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,9 +22,10 @@ def book_of(layout: PageLayout, heads: int) -> Book:
     channels = torch.stack([torch.randperm(d)[: layout.outliers].sort().values for _ in range(heads)]).to(torch.int32)
     if layout.outliers > 2:
         channels[0, -1] = -1
+    channels = arranged(channels, layout)
     mean = torch.randn(heads, d) * 0.5
-    k_weight, v_weight = book_shares(rand(d), rand(dv), layout)
-    return tuple(x.to(DEVICE) for x in (channels.contiguous(), mean, rand(d), k_weight, rand(dv), v_weight))
+    k_weight, v_weight = book_shares(channels, rand(d), rand(dv), layout)
+    return tuple(x.to(DEVICE) for x in (channels, mean, rand(d), k_weight, rand(dv), v_weight))
 
 
 def fill_unused(record_Nb: torch.Tensor, fill: int, layout: PageLayout) -> torch.Tensor:

@@ -50,6 +50,7 @@ TYPES = {
 CASES = {
     "g4_d128_o8": ("fp4-quality", 128, 4, 8),
     "g8_d128_o8": ("fp4-quality", 128, 8, 8),
+    "g4_d128_o4": ("fp4-quality", 128, 4, 4),
     "g4_d128_o3": ("fp4-72", 128, 4, 3),
     "g8_d128_o3": ("fp4-72", 128, 8, 3),
     "g4_d128_o0": ("fp4-72", 128, 4, 0),
@@ -79,6 +80,7 @@ def machine_code(name: str) -> str:
         "KC": 2 if rows == 4 else dim // 64,
         "HL": 2 if dim // 64 * rows * 2 <= 16 else 1,
         "XC": max(16, rows),
+        "SWAPS": len(layout.reserved),
         "SINKS": 4,
         "SLIDING": 0,
         "SOFTCAP": 0.0,

@@ -38,6 +38,8 @@ CASES = {
     "head dim 64, groups of 4": dict(name="fp4-72", dim=64, group=4, outliers=1, lengths=[300, 1265]),
     "head dim 64, groups of 8, unequal loudness": dict(name="fp4-72", dim=64, group=8, outliers=1, lengths=[300, 1265], swell=1 / 37),
     "head dim 64, 3 outliers, no window": dict(name="fp4-72", dim=64, group=8, outliers=3, lengths=[500], window=0, sinks=0),
+    "groups of 4, 4 outliers": dict(name="fp4-quality", dim=128, group=4, outliers=4, lengths=[420], heads=2),
+    "head dim 64, 4 outliers, two heads": dict(name="fp4-quality", dim=64, group=4, outliers=4, lengths=[700, 90], heads=2),
     "head dim 64, 8 outliers, two heads": dict(name="fp4-quality", dim=64, group=5, outliers=8, lengths=[700], heads=2),
 }
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from moe_prefetch.kernels.kv_attend import fused
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
-from moe_prefetch.kernels.kv_encode.records import encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import arranged, encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 from .kv_cases import DEVICE, NOWHERE
@@ -43,8 +43,8 @@ def case(
     ids = torch.randperm(B * width + 2)
     table = ids[: B * width].reshape(B, width)
     rand = lambda: torch.randn(heads, dim).abs() + 0.5  # noqa: E731
-    channels = torch.stack([torch.randperm(dim)[:outliers].sort().values for _ in range(heads)]).to(torch.int32)
-    book = tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, dim) * 0.5, rand(), rand(), rand(), rand()))
+    channels = arranged(torch.stack([torch.randperm(dim)[:outliers] for _ in range(heads)]), layout)
+    book = tuple(x.to(DEVICE) for x in (channels, torch.randn(heads, dim) * 0.5, rand(), rand(), rand(), rand()))
     pool = empty_pages(len(ids), heads, layout, DEVICE)
     for b, n in enumerate(stored):
         if n:
@@ -100,6 +100,7 @@ CASES = {
     "16 outliers": dict(name="fp4-quality", dim=128, group=5, outliers=16, lengths=[200]),
     "head dim 64, 1 outlier": dict(name="fp4-72", dim=64, group=4, outliers=1, lengths=[300, 900]),
     "head dim 64, 2 outliers, draft, no window": dict(name="fp4-72", dim=64, group=8, outliers=2, lengths=[300], draft=2, window=0),
+    "head dim 64, 8 outliers, soft cap": dict(name="fp4-quality", dim=64, group=8, outliers=8, lengths=[300], softcap=20.0),
     "draft of 3": dict(name="fp4-72", dim=128, group=4, outliers=4, lengths=[300, 190], draft=3),
     "draft of 8 in two passes, ragged": dict(
         name="fp4-quality", dim=128, group=6, outliers=8, lengths=[300, 420], draft=8, q_len=[8, 5], sliding=100

@@ -59,6 +59,9 @@ CASES = {
     "V narrower than K": dict(args=("fp8", 192, 0, 128), group=2, lengths=[300]),
     "V wider than K": dict(args=("fp4-72", 64, 1, 96), group=2, lengths=[300]),
     "BF16 query": dict(args=("fp4-72", 112, 2), group=4, lengths=[300], dtype=torch.bfloat16),
+    "scales among the codes": dict(args=("fp4-quality", 80, 7), group=4, lengths=[300], softcap=20.0),
+    "the same, two for each token of V's channels": dict(args=("fp4-quality-c64", 128, 8), group=4, lengths=[300], heads=2),
+    "16 places of scales": dict(args=("fp4-quality", 256, 16), group=2, lengths=[200]),
     "a page to the last token": dict(args=("fp8", 80), group=4, lengths=[128 + 36, 256 + 36, 255 + 36]),
 }
 

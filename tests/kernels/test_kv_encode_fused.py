@@ -20,7 +20,7 @@ from moe_prefetch.kernels.kv_encode import fused
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode.fused_elements import _byte, _codes, _scales, table_on
 from moe_prefetch.kernels.kv_encode.naive import empty_pages, fp4_blocks
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares, encode_naive, runs_for, shares
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, book_shares, encode_naive, runs_for, shares
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
 
 from .gluon_cpu import Launch, Pointer, Tensor, unwrap
@@ -36,8 +36,9 @@ def book_of(layout: PageLayout, heads: int) -> Book:
     channels = torch.stack([torch.randperm(d)[: layout.outliers].sort().values for _ in range(heads)]).to(torch.int32)
     if layout.outliers > 2:
         channels[0, -1] = -1
-    k_weight, v_weight = book_shares(rand(), rand(), layout)
-    return tuple(x.to(DEVICE) for x in (channels.contiguous(), torch.randn(heads, d), rand(), k_weight, rand(), v_weight))
+    channels = arranged(channels, layout)
+    k_weight, v_weight = book_shares(channels, rand(), rand(), layout)
+    return tuple(x.to(DEVICE) for x in (channels, torch.randn(heads, d), rand(), k_weight, rand(), v_weight))
 
 
 def tokens(n: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,6 +56,8 @@ CASES = [
     ("fp4-72", 64, 0, [63, 66], torch.float32),
     ("fp4-quality", 64, 16, [129], torch.bfloat16),
 ]
+# layouts with room for scales of their own
+GLUON = [("fp4-quality", 128, 6, [20, 110], torch.bfloat16), ("fp4-quality", 64, 3, [129], torch.bfloat16), CASES[1]]
 LONG = ("fp4-72", 128, 3, [128, 200], torch.bfloat16)
 
 
@@ -231,7 +234,7 @@ def use_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not fused.GLUON, reason="this version of Triton takes the kernel in Triton")
-@pytest.mark.parametrize("case", [*(c for c in CASES if max(c[3]) > 1 and c[4].itemsize == 2), LONG])
+@pytest.mark.parametrize("case", [*GLUON, LONG])
 def test_tensor_cores_write_the_law(case: tuple[str, int, int, list[int], torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     use_gluon(monkeypatch)
     assert_law(*case)
@@ -316,7 +319,8 @@ dim, outliers = 64, 4
 layout = PageLayout(FORMATS["fp4-quality"], dim, dim, outliers)
 at = {k: v[0] for k, v in layout.offsets.items()}
 constants = dict(N=8, D=dim, OUT=outliers, OUTP=4, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
-                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], PDL=True)
+                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], PDL=True,
+                 SWAPS=len(layout.reserved), KS_ROW=layout.k_scale_row)
 types = {"pool_ptr": "*u8", "k_ptr": "*bf16", "v_ptr": "*bf16", "counts_ptr": "*i64"} | dict.fromkeys(
     ("runs_ptr", "channels_ptr", "table_ptr", "ready_ptr", "out_ptr"), "*i32")
 for name in sys.argv[1:]:

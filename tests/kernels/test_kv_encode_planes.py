@@ -25,12 +25,15 @@ from .test_kv_encode_general import tokens
         (PageLayout(FORMATS["fp4-72"], 80, 80, 3), [20, 1, 3, 110], torch.bfloat16),
         (PageLayout(FORMATS["fp4-quality"], 96, 96, 6), [126, 1, 1, 4], torch.float16),
         (PageLayout(FORMATS["fp4-quality"], 112, 112, 0), [63, 1, 70], torch.float32),
+        (PageLayout(FORMATS["fp4-quality"], 112, 80, 9), [4, 1, 126], torch.float16),
+        (PageLayout(FORMATS["fp4-72"], 80, 80, 6), [1, 2, 40], torch.float32),
+        (PageLayout(FORMATS["fp4-quality"], 256, 64, 16), [2, 3], torch.bfloat16),
         (PageLayout(FORMATS["fp4-72"], 64, 112, 1), [1, 1, 1], torch.bfloat16),
         (PageLayout(FORMATS["fp4-72"], 192, 128, 2), [100], torch.bfloat16),
         (PageLayout(FORMATS["fp4-quality"], 512, 0, 0, 64), [60, 3, 1], torch.float32),
         (PageLayout(FORMATS["fp4-72"], 256, 0, 0, 0), [2, 130], torch.bfloat16),
     ],
-    ids=lambda x: f"{x.format.name}-{x.k_dim}-{x.v_dim}-{x.rope}" if isinstance(x, PageLayout) else None,
+    ids=lambda x: f"{x.format.name}-{x.k_dim}-{x.v_dim}-{x.rope}-{x.outliers}" if isinstance(x, PageLayout) else None,
 )
 def test_bytes_equal_the_law(layout: PageLayout, chunks: list[int], dtype: torch.dtype) -> None:
     heads = 2

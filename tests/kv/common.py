@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_prefetch.kernels.kv_encode import naive as law
-from moe_prefetch.kernels.kv_encode.records import Book, book_shares, decode_naive, encode_naive, runs_for
+from moe_prefetch.kernels.kv_encode.records import Book, arranged, book_shares, decode_naive, encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout, format_of, layout_for
 from moe_prefetch.kv.store import LayerStore
 
@@ -27,10 +27,11 @@ def book(lay: PageLayout, heads: int, seed: int = 0) -> Book:
         .int()
         .reshape(heads, lay.outliers)
     )
+    channels = arranged(channels, lay)
     rand = lambda d, ones: torch.ones(heads, d) if ones else torch.rand(heads, d, generator=g) * 2 + 0.5  # noqa: E731
     mean = torch.zeros(heads, lay.k_dim) if plain else torch.randn(heads, lay.k_dim, generator=g)
     (k_gain, k_weight), (v_gain, v_weight) = ((rand(d, x), rand(d, x)) for d, x in ((lay.k_dim, plain), (lay.v_dim, plain_v)))
-    k_weight, v_weight = book_shares(k_weight, v_weight, lay)
+    k_weight, v_weight = book_shares(channels, k_weight, v_weight, lay)
     return channels, mean, k_gain, k_weight, v_gain, v_weight
 
 

@@ -16,12 +16,14 @@ def layout(name: str, dim: int = 64) -> PageLayout:
 @pytest.mark.parametrize("name", [*NAMES, *PAIRS])
 def test_parts_follow_each_other_without_gap_or_overlap(name: str, dim: int) -> None:
     lay = layout(name, dim)
-    at = 0
-    for first, size in lay.offsets.values():
+    at, parts = 0, dict(lay.offsets)
+    if lay.reserved:
+        assert parts.pop("k_scales") == (32 - lay.k_blocks, 0) and lay.k_scale_row * PAGE == lay.offsets["k_codes"][1]
+    for first, size in parts.values():
         assert first == at and size >= 0
         at += size
     assert at <= lay.page_bytes < at + ALIGN and lay.page_bytes % ALIGN == 0
-    assert all(first % 2 == 0 for first, _ in lay.offsets.values())
+    assert all(first % 2 == 0 for first, _ in parts.values())
     assert lay.offsets["trailer"][0] % 4 == 0
 
 
@@ -35,6 +37,24 @@ def test_recorded_sizes() -> None:
         ("fp8", 64): (16768, 0),
         ("fp8", 128): (33152, 0),
     }
+
+
+def test_scales_lie_among_the_codes_where_outliers_leave_room() -> None:
+    at = lambda name, dim, o: PageLayout(format_of(name), dim, dim, o)  # noqa: E731
+    assert at("fp4-quality", 128, 8).reserved == at("fp4-72-c64", 128, 12).reserved == (28, 29, 30, 31, 60, 61, 62, 63)
+    assert at("fp4-quality", 64, 4).reserved == at("fp4-72+fp8", 64, 8).reserved == (30, 31, 62, 63)
+    assert at("fp4-quality", 80, 6).reserved == (29, 30, 31, 61, 62, 63) and at("fp4-quality", 256, 16).reserved[::8] == (24, 56)
+    assert [at("fp4-quality", *x).page_bytes // 128 for x in ((128, 8), (128, 6), (64, 4), (64, 3))] == [147, 147, 74, 74]
+    for few in (at("fp4-quality", 128, 6), at("fp4-quality", 64, 3), at("fp4-quality", 48, 4), at("fp8+fp4-72", 64, 0), at("nvfp4", 64, 0)):
+        assert few.reserved == () and few.offsets["k_scales"][1] == PAGE * few.k_scale_row == PAGE * few.k_blocks
+    assert not PageLayout(FORMATS["fp4-quality"], 128, 0, 8, 64).reserved, "a latent's codes are V, too"
+
+
+def test_more_outliers_are_granted_where_fewer_would_not_fit() -> None:
+    """At head dim 80 six of them take no bytes for scales, four do."""
+    assert layout_for(FORMATS["fp4-quality"], 80, 80, window=64).outliers == 6
+    sizes = {o: PageLayout(FORMATS["fp4-quality"], 128, 128, o).page_bytes for o in (6, 8)}
+    assert sizes[6] == sizes[8]
 
 
 def test_a_shorter_window_buys_more_outliers() -> None:

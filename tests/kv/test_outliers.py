@@ -153,7 +153,7 @@ def test_on_real_keys_importance_loses_least(shared_data: Path, layer: str) -> N
     z = np.load(shared_data / f"smollm2_135m_L{layer}.npz")
     k, v, q = (torch.tensor(z[n]).float() for n in ("k_post", "v", "q_post_last64"))
     error = {}
-    lay = layout("fp4-quality")
+    lay = layout("fp4-quality", outliers=3)
     s = StatsCollector()
     s.add(q, k[:, -64:], v[:, -64:])
     stats = s.stats()

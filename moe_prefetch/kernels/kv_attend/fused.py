@@ -88,7 +88,7 @@ def _where(unit, first_B, units_B, ends_B, b_B, N: tl.constexpr, SLIDING: tl.con
 def attend_pages(
     q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
-    KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr,
+    KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr, SWAPS: tl.constexpr,
     SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -179,7 +179,11 @@ def attend_pages(
             base = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
             page = tl.load(table + tl.minimum(t + 1, t1 - 1))
             k_TB = tl.load(base + t_T[:, None] * KB + tl.arange(0, KB)[None, :])
-            ks_T = word_of(base + KS_AT, t_T, 2 * KG)
+            if SWAPS > 0:
+                # in the last bytes of the first 32 codes
+                ks_T = word_of(base + 28, t_T * (KB // 4), 4) >> (32 - 16 * KG) % 32
+            else:
+                ks_T = word_of(base + KS_AT, t_T, 2 * KG)
             vs_T = word_of(base + VS_AT, t_T, KG)
             # the page's factors as vectors: scalars would be read past the pipeline, and fences wait for that
             trailer_R = (base + TRAILER_AT).to(tl.pointer_type(tl.float32)) + r_R * 0
@@ -371,7 +375,7 @@ def attend(
             HL = 2 if D // 64 * RP * 2 <= 16 else 1
             KC = 2 if RP == 4 else D // 64
             XC = max(16, RP)
-            shape |= {"KC": KC, "HL": HL, "XC": XC, "SOFTCAP": softcap, "PDL": bool(pdl)}
+            shape |= {"KC": KC, "HL": HL, "XC": XC, "SWAPS": len(layout.reserved), "SOFTCAP": softcap, "PDL": bool(pdl)}
             q8, qo, qf = buffers(items, RP, KC * RP * HL, HL, D, layout.outliers, XC, dev)
             prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **{k: v for k, v in shape.items() if k != "BP"})
             attend_pages[(programs,)](

@@ -16,8 +16,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...kv.format import PageLayout
-from ..kv_query.fused_decode import outlier_queries, queries, read, read_channels
-from .fused_decode_steps import by_row, exp2, hi_plane, lo_plane, outliers, outputs, products, put, scale, v_scales, values, weights
+from ..kv_query.fused_decode import KEEP, outlier_queries, queries, read, read_channels
+from .fused_decode_steps import (
+    among,
+    by_row,
+    exp2,
+    hi_plane,
+    k_scales,
+    lo_plane,
+    outliers,
+    outputs,
+    products,
+    put,
+    scale,
+    v_scales,
+    values,
+    weights,
+)
 
 NONE = gl.constexpr(-1.0e30)
 # bits that a weight may grow by before the reference moves; FP8 has so many less for it at first
@@ -60,6 +75,7 @@ def attend_decode(
     `codes` and `tail` describe the pool to the copies (`sources`); a record is LINES of 128 bytes, TAIL of them behind the codes.
     """
     KG: gl.constexpr = D // 64
+    SWAPS: gl.constexpr = D // 16 if among(D, OUT) else 0
     # columns of a plane's scores: of 4 rows (row, scale block), of 8 rows as `by_row` says, a block at a time; of p: (row, term)
     PARTS: gl.constexpr = KG if RP == 8 else 1
     X: gl.constexpr = 2 * RP
@@ -109,7 +125,7 @@ def attend_decode(
         mbarrier.init(tail_bar.index(i), count=1)
 
     b_B = gl.arange(0, BP, ROW)
-    units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0) + 127) // 128
+    units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0, eviction_policy=KEEP) + 127) // 128
     ends_B = gl.associative_scan(units_B * N, 0, _add)
     total = gl.max(ends_B, axis=0)
     # the shares of `even` programs end where items of equal length do; of other lengths all programs take some
@@ -132,11 +148,11 @@ def attend_decode(
         item = b * N + n
         slot = program + item
         # first what is read from global memory now: behind pages that have been asked for it would wait for all of them
-        stored = gl.load(stored_ptr + b)
-        first = gl.load(table + t0)
-        second = gl.load(table + gl.minimum(t0 + 1, t1 - 1))
-        page = second if LATE else gl.load(table + gl.minimum(t0 + 2, t1 - 1))
-        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, R, RP, D)
+        stored = gl.load(stored_ptr + b, eviction_policy=KEEP)
+        first = gl.load(table + t0, eviction_policy=KEEP)
+        second = gl.load(table + gl.minimum(t0 + 1, t1 - 1), eviction_policy=KEEP)
+        page = second if LATE else gl.load(table + gl.minimum(t0 + 2, t1 - 1), eviction_policy=KEEP)
+        q_lo, q_hi, gain_lo, gain_hi = read(q_ptr + item * R * D, k_gain_ptr + n * D, channels_ptr + n * OUT, R, RP, D, SWAPS)
         if OUT > 0:
             channels_O = read_channels(channels_ptr + n * OUT, OUT)
         gl.thread_barrier()
@@ -150,7 +166,7 @@ def attend_decode(
             gl.store(span_ptr + item * 2, slot)
         if t1 == units:
             gl.store(span_ptr + item * 2 + 1, slot + 1)
-        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS)
+        back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS, SWAPS)
         if OUT > 0:
             outlier_queries(q_ptr + item * R * D, channels_O, scale_log2, qo_s, R, RP, D)
         fence_async_shared()
@@ -180,10 +196,7 @@ def attend_decode(
             tail_1 = tail_s.index(s)
             stage = (stage + 1) % STAGES
             phase = gl.where(stage == 0, phase ^ 1, phase)
-            if D == 128:
-                ks_T = tail_1._reinterpret(gl.int32, [TAIL // 4, 128], FLAT).index(0).load(T_L)
-            else:
-                ks_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(0).load(T_L).to(gl.int32)
+            ks_T = k_scales(codes_s.index(s), tail_1, T_L, D, OUT, TAIL)
             tr = tail_1._reinterpret(gl.float32, [TAIL * 16, 2], FLAT).index(LINES * 16 - D * 16 - 16).load(TWO)
             if OUT > 0:
                 ko = gl.convert_layout(outliers(tail_1, D, OUT, TAIL), O_A)
@@ -225,7 +238,7 @@ def attend_decode(
             s_TR = s_TR * unit_R[None, :]
             if OUT > 0:
                 s_TR = s_TR + gl.convert_layout(by_row(s_o, RP), S_L)
-            vs_T = v_scales(tail_1, T_L, D, TAIL)
+            vs_T = v_scales(tail_1, T_L, D, OUT, TAIL)
             more = t + STAGES < t1
             if LATE:
                 # every warp has read the page before
@@ -261,7 +274,7 @@ def attend_decode(
                 acc0 = acc0 * alpha_X[None, :]
                 acc1 = acc1 * alpha_X[None, :]
                 p_TR, p_WR = weights(s_TR, add_R, L_L, RP)
-                put(p_TR, v_scales(tail_1, T_L, D, TAIL), p0_s, p1_s, p2_s, p3_s, RP, D)
+                put(p_TR, v_scales(tail_1, T_L, D, OUT, TAIL), p0_s, p1_s, p2_s, p3_s, RP, D)
                 fence_async_shared()
                 gl.thread_barrier()
             l_WR = l_WR + p_WR
@@ -313,7 +326,7 @@ def serves(layout: PageLayout, rows: int, pool_PNb: torch.Tensor, queries: int, 
     hopper = pool_PNb.device.type != "cuda" or torch.cuda.get_device_capability(pool_PNb.device)[0] == 9
     # a copy starts at an int32 number of lines of 128 bytes, the last of a record's holds its trailer
     lines = 0 < pool_PNb.numel() < 1 << 38 and pool_PNb.data_ptr() % 16 == 0 and layout.offsets["trailer"][0] == layout.page_bytes - 128
-    return hopper and lines and queries == 1 and rows <= 8 and layout.outliers in (0, 1, 3, 8) and sliding == 0 and softcap == 0
+    return hopper and lines and queries == 1 and rows <= 8 and layout.outliers in (0, 1, 3, 4, 8) and sliding == 0 and softcap == 0
 
 
 def sources(pool_PNb: torch.Tensor, layout: PageLayout) -> tuple[TensorDescriptor, TensorDescriptor]:

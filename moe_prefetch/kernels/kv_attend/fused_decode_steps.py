@@ -87,14 +87,38 @@ def terms(p, scales):
         "=r,r,r,r", [p, scales, 0x6C006C00], dtype=gl.int32, is_pure=True, pack=1)
 
 
+@gluon.constexpr_function
+def among(D, OUT):
+    """Whether K scales lie among the codes: `PageLayout.reserved`."""
+    return OUT >= D // 16
+
+
 @gluon.jit
-def v_scales(tail_1, T_L: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+def k_scales(codes_1, tail_1, T_L: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
+    """A token's scales of K in a word, a byte for 32 places."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WORD: gl.constexpr = gl.int32 if D == 128 else gl.int16
+    if among(D, OUT):
+        # the last of the first 32 bytes of a row, which the copy has swizzled
+        S64: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 4], [4, 8], [9, 0], [16, 0], [32, 0], [64, 0]]
+        S32: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 8], [9, 0], [18, 0], [32, 0], [64, 0]]
+        W_L: gl.constexpr = gl.DistributedLinearLayout(
+            [[8, 0], [64, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 1])
+        rows = codes_1.slice(0, D // 2, dim=0)._reinterpret(WORD, [128, 16], gl.SharedLinearLayout(S64 if D == 128 else S32))
+        ks_T = gl.convert_layout(gl.reshape(rows.slice(7 if D == 128 else 15, 1, dim=1).load(W_L), [128]), T_L)
+    else:
+        ks_T = tail_1._reinterpret(WORD, [TAIL * D // 512, 128], FLAT).index(0).load(T_L)
+    return ks_T.to(gl.int32)
+
+
+@gluon.jit
+def v_scales(tail_1, T_L: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
     """A token's scales of V, a byte for 64 channels."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if D == 128:
-        vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(2).load(T_L)
+        vs_T = tail_1._reinterpret(gl.int16, [TAIL // 2, 128], FLAT).index(0 if among(D, OUT) else 2).load(T_L)
     else:
-        vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(2).load(T_L).to(gl.int16)
+        vs_T = tail_1._reinterpret(gl.uint8, [TAIL, 128], FLAT).index(0 if among(D, OUT) else 2).load(T_L).to(gl.int16)
     return vs_T
 
 
@@ -129,10 +153,11 @@ def outliers(tail_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
     """FP16 [128, 16]: the outlier channels of K, up to 8, twice."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FLAT2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    AT: gl.constexpr = D * (2 if among(D, OUT) else 6)  # bytes
     if OUT == 8:
         KO_L: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [8, 0], [64, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [128, 8])
-        ko = tail_1._reinterpret(gl.float16, [TAIL, 8, 8], FLAT2).index(D * 6 // 128)._reinterpret(gl.float16, [128, 8], FLAT2).load(KO_L)
+        ko = tail_1._reinterpret(gl.float16, [TAIL, 8, 8], FLAT2).index(AT // 128)._reinterpret(gl.float16, [128, 8], FLAT2).load(KO_L)
     else:
         # as pairs of channels in 32-bit words
         W_L: gl.constexpr = gl.DistributedLinearLayout(
@@ -140,15 +165,18 @@ def outliers(tail_1, D: gl.constexpr, OUT: gl.constexpr, TAIL: gl.constexpr):
         T_L: gl.constexpr = gl.SliceLayout(1, W_L)
         j_J = gl.arange(0, 4, gl.SliceLayout(0, W_L))
         if OUT == 1:
-            a_T = tail_1._reinterpret(gl.int16, [TAIL, 64], FLAT).index(D * 6 // 128)._reinterpret(gl.int16, [128], FLAT).load(T_L)
+            a_T = tail_1._reinterpret(gl.int16, [TAIL, 64], FLAT).index(AT // 128)._reinterpret(gl.int16, [128], FLAT).load(T_L)
             w_TJ = gl.where((j_J == 0)[None, :], (a_T.to(gl.int32) & 0xFFFF)[:, None], 0)
+        elif OUT == 4:
+            a_T = tail_1._reinterpret(gl.int64, [TAIL, 16], FLAT).index(AT // 128)._reinterpret(gl.int64, [128], FLAT).load(T_L)
+            w_TJ = gl.where((j_J < 2)[None, :], (a_T[:, None] >> (j_J * 32)[None, :] % 64).to(gl.int32), 0)
         else:
             # two rows of 6 bytes are three words: the one that a row begins in, and the next
             PAIRS: gl.constexpr = gl.PaddedSharedLayout([[2, 1]], [[1], [2], [4], [8], [16], [32], [64]], [], [128])
             words = tail_1._reinterpret(gl.int32, [TAIL * 32, 1], FLAT)
             odd_T = gl.arange(0, 128, T_L) % 2 == 1
-            a_T = words.index(D * 3 // 2)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
-            b_T = words.index(D * 3 // 2 + 1)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
+            a_T = words.index(AT // 4)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
+            b_T = words.index(AT // 4 + 1)._reinterpret(gl.int32, [128], PAIRS).load(T_L)
             first_T = gl.where(odd_T, (a_T >> 16 & 0xFFFF) | b_T << 16, a_T)
             third_T = gl.where(odd_T, b_T >> 16, b_T) & 0xFFFF
             w_TJ = gl.where((j_J == 0)[None, :], first_T[:, None], gl.where((j_J == 1)[None, :], third_T[:, None], 0))

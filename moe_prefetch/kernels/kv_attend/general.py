@@ -82,18 +82,18 @@ def attend_general(
     q_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, recent_first_ptr,
     channels_ptr, k_mean_ptr, k_gain_ptr, v_gain_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    CODE: tl.constexpr, BF: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, KNB: tl.constexpr, OUT: tl.constexpr,
+    CODE: tl.constexpr, BF: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr,
     VCODE: tl.constexpr, VBF: tl.constexpr, VFACTOR: tl.constexpr, BY_CHANNEL: tl.constexpr, GROUP: tl.constexpr, VNB: tl.constexpr,
     SINKS: tl.constexpr, RING: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
-    TT: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr, NATIVE: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr,
+    TRAILER_AT: tl.constexpr, TT: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """Partial attention: each program takes an equal share of the flat list of units.
 
     An item is (sequence, KV head, RP query rows); its units are its visible pages and one for its FP16 tokens, which comes last. q
     [B, N, R, D] with R = G T rows; pool [P, N, PAGE_BYTES]; part FP32 [slots, RP, DV], ml FP32 [slots, RP, 2] (maximum in log2 units, sum):
     true partial attention, means and gains included. A program writes slot `program + item` of each item it meets; `span` [item, 2] gets an
-    item's first slot and the one after its last. CODE to KNB are K's, VCODE to VNB V's.
+    item's first slot and the one after its last. CODE to SWAPS are K's, VCODE to VNB V's.
     """
     ITEMS: tl.constexpr = N * ((R + RP - 1) // RP)
     first_B, units_B, ends_B = units_of(stored_ptr, length_ptr, q_len_ptr, B, BP, ITEMS, SINKS, SLIDING)
@@ -152,7 +152,7 @@ def attend_general(
             if NATIVE:
                 qs = q_native(q_at, row_R, on_R, gain_at, norm_R, D, RP)
             else:
-                qs = q_page(q_at, row_R, on_R, gain_at, norm_R, D, CODE, BF)
+                qs = q_page(q_at, row_R, on_R, gain_at, norm_R, channels_ptr, n, D, CODE, BF, OUT, SWAPS)
             if OUT > 0:
                 o_O = tl.arange(0, 16)
                 ch_O = tl.load(channels_ptr + n * OUT + o_O, mask=o_O < OUT, other=-1)
@@ -174,9 +174,9 @@ def attend_general(
                     s_RT = tl.zeros((RP, TT), tl.float32)
                     for g in tl.static_range((D + 63) // 64):
                         if CODE >= PLANES:
-                            s_RT = k_piece(qs[2 * g], qs[2 * g + 1], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
+                            s_RT = k_piece(qs[2 * g], qs[2 * g + 1], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, KS_ROW, BLOCK)
                         else:
-                            s_RT = k_piece(qs[g], qs[g], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, BLOCK, KNB)
+                            s_RT = k_piece(qs[g], qs[g], s_RT, base, t_T, there_T, g, D, CODE, BF, KS_AT, KS_ROW, BLOCK)
                 if CODE == FP8:
                     s_RT = s_RT * scale32(byte_at(base + KS_AT, t_T), True)[None, :]
                 s_RT = s_RT * (back_R * (k_factor * UNIT) if FACTOR else back_R)[:, None]
@@ -332,11 +332,12 @@ def constants(layout: PageLayout, heads: int, rows: int, queries: int, batch: in
         "BP": max(16, triton.next_power_of_2(batch)), "N": heads, "R": rows, "T": queries, "D": layout.k_dim, "DV": layout.v_dim,
         "RP": block_rows, "TT": 128 if natively else tile, "STAGES": stages, "FETCH": FETCH and stages == 2, "NATIVE": natively,
         "CODE": code_of(f), "BF": f.code == "fp4" and f.scale == "e8m0", "FACTOR": f.code == "fp4" and f.scale == "e4m3",
-        "BLOCK": max(f.block, 1), "KNB": layout.k_blocks, "OUT": layout.outliers,
+        "BLOCK": max(f.block, 1), "OUT": layout.outliers, "SWAPS": len(layout.reserved),
         "VCODE": code_of(v), "VBF": v.code == "fp4" and v.scale == "e8m0", "VFACTOR": v.code == "fp4" and v.scale == "e4m3",
         "BY_CHANNEL": v.v_axis == "channel", "GROUP": max(v.v_group, 1), "VNB": layout.v_scale_shape[1],
         "SINKS": sinks, "RING": max(ring, 1), "SLIDING": sliding, "SOFTCAP": softcap, "PAGE_BYTES": layout.page_bytes,
-        "V_AT": at["v_codes"], "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"],
+        "V_AT": at["v_codes"], "KS_AT": at["k_scales"], "KS_ROW": layout.k_scale_row, "VS_AT": at["v_scales"],
+        "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"],
     }
 
 

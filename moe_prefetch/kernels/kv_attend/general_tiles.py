@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kv_fp4.fused import ASM, dot, terms, to_e4m3
+from ..kv_fp4.fused import ASM, coded, dot, swapped, terms, to_e4m3
 
 FP16 = tl.constexpr(0)  # what a page's codes are: PageLayout's code and order
 FP8 = tl.constexpr(1)
@@ -139,24 +139,24 @@ def channel_of(j_C, D: tl.constexpr, G: tl.constexpr, HI: tl.constexpr, CODE: tl
 
 @triton.jit
 def scaled(x, j_C, at, row_T, D: tl.constexpr, G: tl.constexpr, HI: tl.constexpr, CODE: tl.constexpr, BLOCK: tl.constexpr,
-           NB: tl.constexpr, BF: tl.constexpr, there_T):
-    """Codes of one nibble of bytes x [T, C], times their scales, which lie at `at`, NB a token."""
+           BF: tl.constexpr, there_T):
+    """Codes of one nibble of bytes x [T, C], times their scales, whose rows begin `row` bytes behind `at`."""
     y = hi16(x, CODE) if HI else lo16(x, CODE)
     FIRST: tl.constexpr = block_of(D, G, 0, HI, CODE, BLOCK)
     LAST: tl.constexpr = block_of(D, G, bytes_of(D, G) - 1, HI, CODE, BLOCK)
     block_C = channel_of(j_C, D, G, HI, CODE) // BLOCK
     if BF:
-        s = tl.where(there_T, scale32(byte_at(at, row_T * NB + FIRST), True) * 16384.0, 0.0)[:, None]
+        s = tl.where(there_T, scale32(byte_at(at, row_T + FIRST), True) * 16384.0, 0.0)[:, None]
         for i in tl.static_range(FIRST + 1, LAST + 1):
-            s_T = tl.where(there_T, scale32(byte_at(at, row_T * NB + i), True) * 16384.0, 0.0)
+            s_T = tl.where(there_T, scale32(byte_at(at, row_T + i), True) * 16384.0, 0.0)
             s = tl.where((block_C == i)[None, :], s_T[:, None], s)
         y = y.to(tl.float32) * s
         if ASM:
             y = y.to(tl.bfloat16)
     else:
-        s = scale16(byte_at(at, row_T * NB + FIRST))[:, None]
+        s = scale16(byte_at(at, row_T + FIRST))[:, None]
         for i in tl.static_range(FIRST + 1, LAST + 1):
-            s = tl.where((block_C == i)[None, :], scale16(byte_at(at, row_T * NB + i))[:, None], s)
+            s = tl.where((block_C == i)[None, :], scale16(byte_at(at, row_T + i))[:, None], s)
         y = y * s
     return y
 
@@ -194,16 +194,19 @@ def q_piece(q_at, row_R, on_R, ch_C, gain_ptr, DQ: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def q_page(q_at, row_R, on_R, gain_ptr, norm_R, D: tl.constexpr, CODE: tl.constexpr, BF: tl.constexpr):
+def q_page(q_at, row_R, on_R, gain_ptr, norm_R, channels_ptr, n, D: tl.constexpr, CODE: tl.constexpr, BF: tl.constexpr,
+           OUT: tl.constexpr, SWAPS: tl.constexpr):
     """The query as the pages' pieces meet it: one tile a piece, or one for low and one for high nibbles."""
     qs = ()
     for g in tl.static_range((D + 63) // 64):
         if CODE >= PLANES:
             j_C = tl.arange(0, width(D, g) // 2)
-            ch_C = tl.where(j_C < bytes_of(D, g), channel_of(j_C, D, g, 0, CODE), D)
-            qs = qs + (terms16(q_piece(q_at, row_R, on_R, ch_C, gain_ptr, D, D, True) * norm_R[:, None], BF),)
-            ch_C = tl.where(j_C < bytes_of(D, g), channel_of(j_C, D, g, 1, CODE), D)
-            qs = qs + (terms16(q_piece(q_at, row_R, on_R, ch_C, gain_ptr, D, D, True) * norm_R[:, None], BF),)
+            for hi in tl.static_range(2):
+                place_C = channel_of(j_C, D, g, hi, CODE)
+                # what scales mean as codes is asked for by no channel
+                on_C = (j_C < bytes_of(D, g)) & coded(place_C, SWAPS) if SWAPS > 0 else j_C < bytes_of(D, g)
+                ch_C = tl.where(on_C, swapped(place_C, n, channels_ptr, OUT, SWAPS), D)
+                qs = qs + (terms16(q_piece(q_at, row_R, on_R, ch_C, gain_ptr, D, D, True) * norm_R[:, None], BF),)
         else:
             ch_C = 64 * g + tl.arange(0, width(D, g))
             qs = qs + (terms16(q_piece(q_at, row_R, on_R, ch_C, gain_ptr, D, D, False) * norm_R[:, None], BF),)
@@ -213,14 +216,16 @@ def q_page(q_at, row_R, on_R, gain_ptr, norm_R, D: tl.constexpr, CODE: tl.conste
 # pages -----------------------------------------------------------------------------------------------------------------
 @triton.jit
 def k_piece(q, q_hi, s_RT, base, t_T, there_T, G: tl.constexpr, D: tl.constexpr, CODE: tl.constexpr, BF: tl.constexpr,
-            KS_AT: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr):
+            KS_AT: tl.constexpr, KS_ROW: tl.constexpr, BLOCK: tl.constexpr):
     """Adds the scores of piece G of a page's keys."""
     c_C = 64 * G + tl.arange(0, width(D, G))
     if CODE >= PLANES:
         j_C = tl.arange(0, width(D, G) // 2)
         x_TC = tl.load(base + t_T[:, None] * (D // 2) + (32 * G + j_C)[None, :], mask=(j_C < bytes_of(D, G))[None, :], other=0)
-        s_RT = dots(q, tl.trans(scaled(x_TC, j_C, base + KS_AT, t_T, D, G, 0, CODE, BLOCK, NB, BF, there_T)), s_RT, BF)
-        s_RT = dots(q_hi, tl.trans(scaled(x_TC, j_C, base + KS_AT, t_T, D, G, 1, CODE, BLOCK, NB, BF, there_T)), s_RT, BF)
+        at = base + KS_AT // 4 * 4
+        row_T = t_T * KS_ROW + KS_AT % 4
+        s_RT = dots(q, tl.trans(scaled(x_TC, j_C, at, row_T, D, G, 0, CODE, BLOCK, BF, there_T)), s_RT, BF)
+        s_RT = dots(q_hi, tl.trans(scaled(x_TC, j_C, at, row_T, D, G, 1, CODE, BLOCK, BF, there_T)), s_RT, BF)
     elif CODE == FP8:
         x_TC = tl.load(base + t_T[:, None] * D + c_C[None, :], mask=(c_C < D)[None, :], other=0)
         s_RT = dots(q, tl.trans(e4m3(x_TC)), s_RT, False)
@@ -287,8 +292,8 @@ def v_linear(acc_RC, p_RT, base, t_T, there_T, unit, G: tl.constexpr, D: tl.cons
     x_TC = tl.load(base + V_AT + t_T[:, None] * (D // 2) + (32 * G + j_C)[None, :], mask=(j_C < bytes_of(D, G))[None, :], other=0)
     p = terms16(p_RT, BF)
     zero_RC = tl.zeros((RP, C), tl.float32)
-    lo_RC = dots(p, scaled(x_TC, j_C, base + VS_AT, t_T, D, G, 0, LINEAR, GROUP, NB, BF, there_T), zero_RC, BF)
-    hi_RC = dots(p, scaled(x_TC, j_C, base + VS_AT, t_T, D, G, 1, LINEAR, GROUP, NB, BF, there_T), zero_RC, BF)
+    lo_RC = dots(p, scaled(x_TC, j_C, base + VS_AT, t_T * NB, D, G, 0, LINEAR, GROUP, BF, there_T), zero_RC, BF)
+    hi_RC = dots(p, scaled(x_TC, j_C, base + VS_AT, t_T * NB, D, G, 1, LINEAR, GROUP, BF, there_T), zero_RC, BF)
     if not BF:
         unit = unit * UNIT
     return acc_RC + tl.reshape(tl.join(lo_RC, hi_RC), (RP, 2 * C)) * unit

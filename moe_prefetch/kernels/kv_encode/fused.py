@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
+from ..kv_fp4.fused import swapped
 from .fused_elements import (
     ASM,
     _book_k,
@@ -21,6 +22,7 @@ from .fused_elements import (
     _settle,
     _shared_table,
     _tally,
+    place_keys,
     table_on,
 )
 
@@ -36,20 +38,21 @@ PAGES = ASM.value and GLUON
 @triton.jit
 def _append_k(
     record, row, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, KS_AT: tl.constexpr, KO_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
+    KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    d_D = tl.arange(0, D)
-    x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + d_D).to(tl.float32))
+    ch_D = swapped(tl.arange(0, D), n, channels_ptr, OUT, SWAPS)
+    x_D, big, nan = _clean(tl.load(k_ptr + (row.to(tl.int64) * N + n) * D + ch_D).to(tl.float32))
     _tally(counts_ptr, big, nan)
-    gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
-    x = tl.reshape((x_D - tl.load(k_mean_ptr + n * D + d_D)) * gain_D, (C, 32))
+    gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    x = tl.reshape((x_D - tl.load(k_mean_ptr + n * D + ch_D)) * gain_D, (C, 32))
     scale_C, inverse_C = _scales((x,), (tl.reshape(w_D, (C, 32)),), table_ptr, 0, False)
     lo, hi = tl.split(tl.permute(tl.reshape(_codes(x, inverse_C), (D // 64, 2, 32)), (0, 2, 1)))
     tl.store(record + slot * (D // 2) + tl.arange(0, D // 64)[:, None] * 32 + tl.arange(0, 32)[None, :], _byte(lo, hi))
-    factor = _settle(record, KS_AT, TRAILER_AT, tl.max(_exponent(scale_C), axis=0), slot, C)
-    tl.store(record + KS_AT + slot * C + tl.arange(0, C), _scale_byte(scale_C, factor))
+    # behind a barrier: scales may lie where codes were written
+    factor = _settle(record, KS_AT, TRAILER_AT, tl.max(_exponent(scale_C), axis=0), slot, C, KS_ROW)
+    tl.store(record + KS_AT + slot * KS_ROW + tl.arange(0, C), _scale_byte(scale_C, factor))
     if OUT > 0:
         one = tl.arange(0, 1)
         _outliers(record, row - slot, n, slot + one, one == 0, k_ptr, channels_ptr, k_mean_ptr, N, D, OUT, OUTP, KO_AT)
@@ -76,15 +79,15 @@ def _append_v(
     old_D = tl.load(at_D).to(tl.int32)
     new_D = tl.where(slot >= 64, _byte(none_D, code_D), _byte(code_D, none_D)).to(tl.int32)
     tl.store(at_D, ((old_D & tl.where(slot >= 64, 0x71, 0x8E)) | new_D).to(tl.uint8))
-    factor = _settle(record, VS_AT, TRAILER_AT + 4, tl.max(_exponent(scale_G), axis=0), slot, G)
+    factor = _settle(record, VS_AT, TRAILER_AT + 4, tl.max(_exponent(scale_G), axis=0), slot, G, G)
     tl.store(record + VS_AT + slot * G + tl.arange(0, G), _scale_byte(scale_G, factor))
 
 
 @triton.jit
 def append_one(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr,
-    KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     """Runs of one token each: program (run, head, K or V)."""
     run = tl.program_id(0)
@@ -97,24 +100,27 @@ def append_one(
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     if tl.program_id(2) == 0:
         _append_k(record, row, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr, N, D, OUT, OUTP,
-                  KS_AT, KO_AT, TRAILER_AT)
+                  SWAPS, KS_AT, KS_ROW, KO_AT, TRAILER_AT)
     else:
         _append_v(record, row, slot, n, v_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr, N, D, V_AT, VS_AT, TRAILER_AT)
 
 
 @triton.jit
 def prepare_book(
-    channels_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
+    channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_weight_ptr, out_ptr, counts_ptr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr,
 ):
     """What pages read of a book for every element, int32: K gains without outliers [N, D], then weights [2 (K, V), N, 4, D], where row i's
-    lie in byte i. Nothing has been counted yet.
+    lie in byte i; where outliers swap places then K means [N, D], K's all by place. Nothing has been counted yet.
     """
     n = tl.program_id(0)
     d_D = tl.arange(0, D)
     if n == 0:
         tl.store(counts_ptr + tl.arange(0, 2), 0)
-    gain_D, w_D = _book_k(d_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    ch_D = swapped(d_D, n, channels_ptr, OUT, SWAPS)
+    gain_D, w_D = _book_k(ch_D, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
+    if SWAPS > 0:
+        tl.store(out_ptr + (9 * N + n) * D + d_D, tl.load(k_mean_ptr + n * D + ch_D).to(tl.int32, bitcast=True))
     tl.store(out_ptr + n * D + d_D, gain_D.to(tl.int32, bitcast=True))
     at = out_ptr + N * D + tl.arange(0, 4)[:, None] * D + d_D[None, :]
     shift = tl.arange(0, 4)[:, None] * 8
@@ -191,29 +197,32 @@ def _top(scales, on_T):
 
 @triton.jit
 def _pages_k(
-    record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, KS_AT: tl.constexpr, KO_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr,
+    record, row, slot, count, n, k_ptr, placed_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
+    KS_ROW: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     C: tl.constexpr = D // 32
-    scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, False)
+    mean_ptr = (ready_ptr + 9 * N * D).to(tl.pointer_type(tl.float32)) if SWAPS > 0 else k_mean_ptr
+    scales, loud_T = _codes_k(record, row, slot, count, n, placed_ptr, mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, False)
     # NaN is not within either
     if tl.reduce(loud_T, 0, _louder) <= 65504.0:
         pass
     else:
-        scales, loud_T = _codes_k(record, row, slot, count, n, k_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, True)
+        scales, loud_T = _codes_k(record, row, slot, count, n, placed_ptr, mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D,
+                                  True)
     t_T = tl.arange(0, 64)
     lo_T = (t_T >= slot) & (t_T < slot + count)
     hi_T = (t_T + 64 >= slot) & (t_T + 64 < slot + count)
     # scales come by group, then upper tokens, then half
     top = tl.maximum(tl.maximum(_top(scales[0::4], lo_T), _top(scales[1::4], lo_T)),
                      tl.maximum(_top(scales[2::4], hi_T), _top(scales[3::4], hi_T)))
-    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, C)
+    # behind a barrier: scales may lie where codes were written
+    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, C, KS_ROW)
     for g in tl.static_range(C // 2):
         for half in tl.static_range(2):
-            at = record + KS_AT + t_T * C + 2 * g + half
+            at = record + KS_AT + t_T * KS_ROW + 2 * g + half
             tl.store(at, _scale_byte(scales[4 * g + half], factor), mask=lo_T)
-            tl.store(at + 64 * C, _scale_byte(scales[4 * g + 2 + half], factor), mask=hi_T)
+            tl.store(at + 64 * KS_ROW, _scale_byte(scales[4 * g + 2 + half], factor), mask=hi_T)
     if OUT > 0:
         for upper in tl.static_range(2):
             on_T = hi_T if upper else lo_T
@@ -284,7 +293,7 @@ def _pages_v(
         scales, loud_B = _codes_v(record, row, slot, count, n, v_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D,
                                   V_AT, True)
     top = tl.maximum(_top(scales[0::2], lo_B), _top(scales[1::2], hi_B))
-    factor = _settle(record, VS_AT, TRAILER_AT + 4, top, slot, G)
+    factor = _settle(record, VS_AT, TRAILER_AT + 4, top, slot, G, G)
     for g in tl.static_range(G):
         tl.store(record + VS_AT + t_B * G + g, _scale_byte(scales[2 * g], factor), mask=lo_B)
         tl.store(record + VS_AT + (t_B + 64) * G + g, _scale_byte(scales[2 * g + 1], factor), mask=hi_B)
@@ -292,11 +301,11 @@ def _pages_v(
 
 @triton.jit
 def encode_pages(
-    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr,
-    KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, placed_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr,
+    N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr, SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
-    """Runs of up to 128 tokens: program (run, head, K or V)."""
+    """Runs of up to 128 tokens: program (run, head, K or V). `placed`: k by place."""
     run = tl.program_id(0)
     n = tl.program_id(1)
     page = tl.load(runs_ptr + run * 4)
@@ -308,8 +317,8 @@ def encode_pages(
     lane_table = _shared_table(table_ptr)
     record = pool_ptr + (page.to(tl.int64) * N + n) * PAGE_BYTES
     if tl.program_id(2) == 0:
-        _pages_k(record, row, slot, count, n, k_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
-                 N, D, OUT, OUTP, KS_AT, KO_AT, TRAILER_AT)
+        _pages_k(record, row, slot, count, n, k_ptr, placed_ptr, channels_ptr, k_mean_ptr, ready_ptr, counts_ptr, table_ptr, lane_table,
+                 N, D, OUT, OUTP, SWAPS, KS_AT, KS_ROW, KO_AT, TRAILER_AT)
     else:
         _pages_v(record, row, slot, count, n, v_ptr, v_gain_ptr, ready_ptr, counts_ptr, table_ptr, lane_table, N, D, V_AT, VS_AT,
                  TRAILER_AT)
@@ -346,12 +355,13 @@ def encode(
         "N": N, "D": D, "OUT": out, "OUTP": triton.next_power_of_2(max(1, out)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "TRAILER_AT": at["trailer"], "enable_fp_fusion": False,
     }  # fmt: skip
+    swaps = {"SWAPS": len(layout.reserved), "KS_ROW": layout.k_scale_row}
     if most == 1:
         counts = torch.zeros(2, dtype=torch.int64, device=dev)
         append_one[(len(runs_R4), N, 2)](
-            *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, num_warps=1)
+            *tensors, k_gain, k_weight, v_gain, v_weight, counts, table_on(dev), **constants, **swaps, num_warps=1)
         return counts
-    pages = PAGES and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
+    pages = PAGES and not layout.reserved and fused_pages.serves(k_TNd, v_TNd, layout.outliers)
     counts = torch.empty(2, dtype=torch.int64, device=dev)
     if pages:
         step, apart = fused_pages.grid(dev, N, len(runs_R4))
@@ -361,8 +371,13 @@ def encode(
             *tensors, k_gain, k_weight, v_gain, v_weight, counts, fused_pages.table_on(dev), len(runs_R4), step, 128, apart, **constants,
             num_warps=4, maxnreg=REGISTERS, **pdl)
     else:
-        ready = torch.empty(9, N, D, dtype=torch.int32, device=dev)
-        prepare_book[(N,)](channels, k_gain, k_weight, v_weight, ready, counts, N=N, D=D, OUT=out, num_warps=1)
+        ready = torch.empty(10, N, D, dtype=torch.int32, device=dev)
+        shape = {"N": N, "D": D, "OUT": out, "SWAPS": len(layout.reserved)}
+        prepare_book[(N,)](channels, k_mean, k_gain, k_weight, v_weight, ready, counts, **shape, num_warps=1)
+        placed = tensors[1]
+        if layout.reserved:
+            placed = torch.empty_like(placed)
+            place_keys[(-(-len(placed) // 32), N)](tensors[1], channels, placed, len(placed), **shape, TT=32, num_warps=4)
         encode_pages[(len(runs_R4), N, 2)](
-            *tensors, v_gain, ready, counts, table_on(dev), **constants, num_warps=4, maxnreg=REGISTERS)
+            *tensors, placed, v_gain, ready, counts, table_on(dev), **constants, **swaps, num_warps=4, maxnreg=REGISTERS)
     return counts

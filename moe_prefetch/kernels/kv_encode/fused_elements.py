@@ -201,8 +201,8 @@ def _outliers(
 
 
 @triton.jit
-def _settle(record, scale_at, factor_at, top, slot, SCALES: tl.constexpr):
-    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of the tokens before `slot` follow it."""
+def _settle(record, scale_at, factor_at, top, slot, SCALES: tl.constexpr, ROW: tl.constexpr):
+    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of tokens before `slot`, ROW bytes apart, follow it."""
     at = (record + factor_at).to(tl.pointer_type(tl.int32))
     old = (tl.load(at) >> 23 & 0xFF) - 127
     new = tl.maximum(old, top - 7)
@@ -212,10 +212,30 @@ def _settle(record, scale_at, factor_at, top, slot, SCALES: tl.constexpr):
         if slot > 0:
             i = tl.arange(0, 128 * SCALES)
             there = i // SCALES < slot
-            p = record + scale_at + i
+            p = record + scale_at + (i if ROW == SCALES else i // SCALES * ROW + i % SCALES)
             tl.store(p, _shift_byte(tl.load(p, mask=there, other=8), new - old), mask=there)
         tl.store(at, (new + 127) << 23)
     return new
+
+
+@triton.jit(do_not_specialize=["rows"])
+def place_keys(
+    k_ptr, channels_ptr, out_ptr, rows, N: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr, TT: tl.constexpr,
+):
+    """TT rows of k [T, N, D], by place: whole pages are read in tiles of neighbours."""
+    row_T = tl.program_id(0) * TT + tl.arange(0, TT)
+    n = tl.program_id(1)
+    at_T = (row_T.to(tl.int64) * N + n)[:, None] * D
+    on_T = (row_T < rows)[:, None]
+    at_TD = at_T + tl.arange(0, D)[None, :]
+    tl.store(out_ptr + at_TD, tl.load(k_ptr + at_TD, mask=on_T), mask=on_T)
+    o_O = tl.arange(0, SWAPS)
+    out_TO = at_T + tl.load(channels_ptr + n * OUT + o_O)[None, :]
+    own_TO = at_T + (o_O + tl.where(o_O < SWAPS // 2, 32 - SWAPS // 2, 64 - SWAPS))[None, :]
+    # over what has been stored
+    tl.debug_barrier()
+    tl.store(out_ptr + out_TO, tl.load(k_ptr + own_TO, mask=on_T), mask=on_T)
+    tl.store(out_ptr + own_TO, tl.load(k_ptr + out_TO, mask=on_T), mask=on_T)
 
 
 @cache

@@ -55,8 +55,8 @@ def _e2m1(x, scale):
 
 
 @triton.jit
-def _settle(record, scale_at, factor_at, top, slot, NB: tl.constexpr):
-    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of the tokens before `slot` follow it."""
+def _settle(record, scale_at, factor_at, top, slot, NB: tl.constexpr, ROW: tl.constexpr):
+    """Let a page's factor admit exponent `top`: the new factor's exponent; scales of tokens before `slot`, ROW bytes apart, follow it."""
     at = (record + factor_at).to(tl.pointer_type(tl.int32))
     old = (tl.load(at) >> 23 & 0xFF) - 127
     new = tl.maximum(old, top - 7)
@@ -64,7 +64,7 @@ def _settle(record, scale_at, factor_at, top, slot, NB: tl.constexpr):
     tl.debug_barrier()
     if new > old:
         for i in tl.static_range(NB):
-            p = record + scale_at + tl.arange(0, 128) * NB + i
+            p = record + scale_at + tl.arange(0, 128) * ROW + i
             there = tl.arange(0, 128) < slot
             tl.store(p, _shift_byte(tl.load(p, mask=there, other=8), new - old), mask=there)
         tl.store(at, (new + 127) << 23)
@@ -154,7 +154,7 @@ def _encode_side(
             else:
                 top = tl.maximum(top, tl.max(tl.max(tl.where(on_TG, _exponent(scale_TG), -1000), axis=1), axis=0))
     if CODE == FP4 and not E8M0:
-        factor = _settle(record, SCALES_AT, FACTOR_AT, top, slot, NB)
+        factor = _settle(record, SCALES_AT, FACTOR_AT, top, slot, NB, NB)
         # The scales again, now that the page's factor is known.
         for g in tl.range((D + 63) // 64, num_stages=1):
             x_TC, _b, _m = _rows(ptr, row_T, on_T, n, 64 * g + c_C, N, W, D)

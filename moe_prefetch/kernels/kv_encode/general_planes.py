@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...kv.format import PAGE, PageLayout
+from ..kv_fp4.fused import swapped
 from .fused_elements import _book_k, _byte, _codes, _exponent, _outliers, _scale_byte, _scales, _tally, table_on
 from .general import _rows, _settle
 
@@ -26,21 +27,22 @@ def pow2(n):
 
 
 @triton.jit
-def _k_tile(ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N: tl.constexpr, W: tl.constexpr,
-            D: tl.constexpr, OUT: tl.constexpr):
-    """What is coded of K channels ch [T, C], 0 where not on; their weights; how many were beyond FP16, and NaN."""
-    at_C = tl.minimum(ch_C, D - 1)
-    x_TC, big, nan = _rows(ptr, row_T, on_T, n, tl.where(on_C, ch_C, D), N, W, D)
+def _k_tile(ptr, row_T, on_T, n, place_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N: tl.constexpr, W: tl.constexpr,
+            D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr):
+    """What is coded of K in some places [T, C], 0 where not on; their weights; how many were beyond FP16, and NaN."""
+    at_C = swapped(tl.minimum(place_C, D - 1), n, channels_ptr, OUT, SWAPS)
+    x_TC, big, nan = _rows(ptr, row_T, on_T, n, tl.where(on_C, at_C, D), N, W, D)
     gain_C, w_C = _book_k(at_C, n, channels_ptr, k_gain_ptr, k_weight_ptr, D, OUT)
     x_TC = tl.where(on_C[None, :], (x_TC - tl.load(k_mean_ptr + n * D + at_C)[None, :]) * gain_C[None, :], 0.0)
     return x_TC, tl.where(on_C, w_C, 0), big, nan
 
 
 @triton.jit
-def _k_block(ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr, N: tl.constexpr,
-             W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr):
-    """A scale block of K, channels ch: what is coded [T, C], its scales [T] and their inverses."""
-    x_TC, w_C, big, nan = _k_tile(ptr, row_T, on_T, n, ch_C, ch_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+def _k_block(ptr, row_T, on_T, n, place_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr, N: tl.constexpr,
+             W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr):
+    """A scale block of K: what is coded [T, C], its scales [T] and their inverses."""
+    x_TC, w_C, big, nan = _k_tile(ptr, row_T, on_T, n, place_C, place_C < D, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D,
+                                  OUT, SWAPS)
     _tally(counts_ptr, big, nan)
     scale_T, inverse_T = _scales((x_TC,), (w_C[None, :],), table_ptr, 0, False)
     return x_TC, scale_T, inverse_T
@@ -54,16 +56,17 @@ def _put(all_TB, i, one_T):
 
 
 @triton.jit
-def _store_scales(record, AT: tl.constexpr, scales_TB, factor, t_T, on_T, NB: tl.constexpr):
+def _store_scales(record, AT: tl.constexpr, scales_TB, factor, t_T, on_T, NB: tl.constexpr, ROW: tl.constexpr):
     i_B = tl.arange(0, scales_TB.shape[1])
-    at_TB = record + AT + t_T[:, None] * NB + i_B[None, :]
+    at_TB = record + AT + t_T[:, None] * ROW + i_B[None, :]
     tl.store(at_TB, _scale_byte(scales_TB, factor), mask=on_T[:, None] & (i_B < NB)[None, :])
 
 
 @triton.jit
 def _encode_k(
     record, row_T, on_T, t_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr, table_ptr,
-    N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, KS_AT: tl.constexpr, TRAILER_AT: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, SWAPS: tl.constexpr, KS_AT: tl.constexpr,
+    KS_ROW: tl.constexpr, TRAILER_AT: tl.constexpr,
 ):
     NB: tl.constexpr = (D + 31) // 32
     WHOLE: tl.constexpr = D // 64
@@ -75,13 +78,13 @@ def _encode_k(
     for g in tl.range(WHOLE, num_stages=1):
         ch_C = 64 * g + c_C
         x_TC, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
-                                            table_ptr, N, W, D, OUT)
+                                            table_ptr, N, W, D, OUT, SWAPS)
         lo_TC = _codes(x_TC, inverse_T)
         scales_TB = _put(scales_TB, 2 * g, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         ch_C += 32
         x_TC, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
-                                            table_ptr, N, W, D, OUT)
+                                            table_ptr, N, W, D, OUT, SWAPS)
         scales_TB = _put(scales_TB, 2 * g + 1, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         at_TC = record + t_T[:, None] * (D // 2) + 32 * g + c_C[None, :]
@@ -92,16 +95,18 @@ def _encode_k(
         for i in tl.static_range(2 * WHOLE, NB):
             ch_C = 32 * i + c_C
             _x, scale_T, inverse_T = _k_block(k_ptr, row_T, on_T, n, ch_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
-                                              table_ptr, N, W, D, OUT)
+                                              table_ptr, N, W, D, OUT, SWAPS)
             inverses = inverses + (inverse_T,)
             scales_TB = _put(scales_TB, i, scale_T)
             top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
         on_C = c_C < HALF
         ch_C = 64 * WHOLE + c_C
-        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT,
+                                      SWAPS)
         lo_TC = _codes(x_TC, inverses[0])
         ch_C += HALF
-        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT)
+        x_TC, _w, _b, _n = _k_tile(k_ptr, row_T, on_T, n, ch_C, on_C, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, N, W, D, OUT,
+                                      SWAPS)
         if HALF == 24:
             # the high nibbles of 48 channels lie in two blocks
             hi_TC = tl.where((ch_C < 64 * WHOLE + 32)[None, :], _codes(x_TC, inverses[0]), _codes(x_TC, inverses[1]))
@@ -109,8 +114,9 @@ def _encode_k(
             hi_TC = _codes(x_TC, inverses[0])
         at_TC = record + t_T[:, None] * (D // 2) + 32 * WHOLE + c_C[None, :]
         tl.store(at_TC, _byte(lo_TC, hi_TC), mask=on_T[:, None] & on_C[None, :])
-    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, NB)
-    _store_scales(record, KS_AT, scales_TB, factor, t_T, on_T, NB)
+    # behind a barrier: scales may lie where codes were written
+    factor = _settle(record, KS_AT, TRAILER_AT, top, slot, NB, KS_ROW)
+    _store_scales(record, KS_AT, scales_TB, factor, t_T, on_T, NB, KS_ROW)
 
 
 @triton.jit
@@ -151,16 +157,16 @@ def _encode_v(
         _merge_codes(at_TC, code_TC, on_TC & (t_T >= 64)[:, None], True)
         scales_TB = _put(scales_TB, g, scale_T)
         top = tl.maximum(top, tl.max(tl.where(on_T, _exponent(scale_T), -1000), axis=0))
-    factor = _settle(record, VS_AT, FACTOR_AT, top, slot, NB)
-    _store_scales(record, VS_AT, scales_TB, factor, t_T, on_T, NB)
+    factor = _settle(record, VS_AT, FACTOR_AT, top, slot, NB, NB)
+    _store_scales(record, VS_AT, scales_TB, factor, t_T, on_T, NB, NB)
 
 
 @triton.jit
 def encode_planes(
     pool_ptr, k_ptr, v_ptr, runs_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, v_gain_ptr, v_weight_ptr, counts_ptr, table_ptr,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr, TT: tl.constexpr, OUT: tl.constexpr, OUTP: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, VS_AT: tl.constexpr, KO_AT: tl.constexpr, ROPE_AT: tl.constexpr,
-    TRAILER_AT: tl.constexpr, FIRST: tl.constexpr,
+    SWAPS: tl.constexpr, PAGE_BYTES: tl.constexpr, V_AT: tl.constexpr, KS_AT: tl.constexpr, KS_ROW: tl.constexpr, VS_AT: tl.constexpr,
+    KO_AT: tl.constexpr, ROPE_AT: tl.constexpr, TRAILER_AT: tl.constexpr, FIRST: tl.constexpr,
 ):
     """Runs of up to TT tokens: program (run, head, K or V); FIRST 1: V alone."""
     run = tl.program_id(0)
@@ -176,7 +182,7 @@ def encode_planes(
     on_T = i_T < count
     if tl.program_id(2) + FIRST == 0:
         _encode_k(record, row + i_T, on_T, slot + i_T, slot, n, k_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, k_weight_ptr, counts_ptr,
-                  table_ptr, N, D + ROPE, D, OUT, KS_AT, TRAILER_AT)
+                  table_ptr, N, D + ROPE, D, OUT, SWAPS, KS_AT, KS_ROW, TRAILER_AT)
         if OUT > 0:
             _outliers(record, row - slot, n, slot + i_T, on_T, k_ptr, channels_ptr, k_mean_ptr, N, D, OUT, OUTP, KO_AT)
         if ROPE > 0:
@@ -212,7 +218,7 @@ def constants(layout: PageLayout, heads: int, most: int, side: int | None = None
         "N": heads, "D": layout.k_dim, "DV": layout.v_dim, "ROPE": layout.rope, "TT": 4 if most <= 4 else PAGE, "OUT": layout.outliers,
         "OUTP": triton.next_power_of_2(max(1, layout.outliers)), "PAGE_BYTES": layout.page_bytes, "V_AT": at["v_codes"],
         "KS_AT": at["k_scales"], "VS_AT": at["v_scales"], "KO_AT": at["k_outliers"], "ROPE_AT": at["k_rope"], "TRAILER_AT": at["trailer"],
-        "FIRST": int(side == 1),
+        "FIRST": int(side == 1), "SWAPS": len(layout.reserved), "KS_ROW": layout.k_scale_row,
     }
 
 

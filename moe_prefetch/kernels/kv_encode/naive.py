@@ -25,7 +25,7 @@ SHARES = 256  # the integer weights of a block add up to at most this
 class Parts:
     """A batch of records taken apart; X stands for any leading shape. Codes are one uint8 each (fp16: one FP16 each)."""
 
-    k_codes: torch.Tensor  # [X, PAGE, dk]
+    k_codes: torch.Tensor  # [X, PAGE, dk], by place; 0 where scales lie
     v_codes: torch.Tensor  # [X, PAGE, dv]
     k_scales: torch.Tensor  # uint8 [X, PAGE, blocks]
     v_scales: torch.Tensor  # uint8 [X, rows, cols]
@@ -235,12 +235,19 @@ def unpack(records: torch.Tensor, layout: PageLayout) -> Parts:
 
     rows, cols = layout.v_scale_shape
     trailer = part("trailer").contiguous().view(torch.int32)
+    k_codes = unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True)
+    k_scales = part("k_scales")
+    if layout.reserved:
+        at = layout.reserved[0]
+        k_codes[..., at : GROUP // 2] = 0
+        k_codes[..., at + GROUP // 2 : GROUP] = 0
+        k_scales = part("k_codes").unflatten(-1, (PAGE, layout.k_scale_row))[..., at : at + layout.k_blocks].flatten(-2)
     return Parts(
-        unpack_codes(part("k_codes"), layout.k_dim, layout.format, is_k=True),
+        k_codes,
         unpack_codes(part("v_codes"), layout.v_dim, layout.format.v, is_k=False)
         if layout.v_dim
         else records.new_zeros(*records.shape[:-1], PAGE, 0, dtype=torch.float16 if layout.format.code == "fp16" else torch.uint8),
-        part("k_scales").unflatten(-1, (PAGE, layout.k_blocks)),
+        k_scales.unflatten(-1, (PAGE, layout.k_blocks)),
         part("v_scales").unflatten(-1, (rows, cols)),
         part("k_outliers").contiguous().view(torch.float16).unflatten(-1, (PAGE, layout.outliers)),
         part("k_rope").contiguous().view(torch.float16).unflatten(-1, (PAGE, layout.rope)),
@@ -254,11 +261,16 @@ def pack(parts: Parts, layout: PageLayout) -> torch.Tensor:
     factor = ((parts.factor + 127) << 23).to(torch.int32)
     version = torch.full_like(parts.fill, LAYOUT_VERSION)
     trailer = torch.cat([factor, parts.fill[..., None], version[..., None]], -1).to(torch.int32).contiguous()
+    k_codes, k_scales = pack_codes(parts.k_codes, layout.format, is_k=True), parts.k_scales.flatten(-2)
+    if layout.reserved:
+        at = layout.reserved[0]
+        k_codes.unflatten(-1, (PAGE, layout.k_scale_row))[..., at : at + layout.k_blocks] = parts.k_scales
+        k_scales = k_scales[..., :0]
     out = torch.cat(
         [
-            pack_codes(parts.k_codes, layout.format, is_k=True),
+            k_codes,
             pack_codes(parts.v_codes, layout.format.v, is_k=False),
-            parts.k_scales.flatten(-2),
+            k_scales,
             parts.v_scales.flatten(-2),
             parts.k_outliers.contiguous().flatten(-2).view(torch.uint8),
             parts.k_rope.contiguous().flatten(-2).view(torch.uint8),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ...kv.format import PAGE, KVFormat, PageLayout
+from ...kv.format import GROUP, PAGE, KVFormat, PageLayout
 from . import naive as law
 
-# channels int32 [N, O] (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as `shares` makes them
+# channels int32 [N, O] as `arranged` (-1: unused), then k_mean k_gain k_weight [N, dk], v_gain v_weight [N, dv], FP32; weights as
+# `shares` makes them
 Book = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -53,7 +54,8 @@ def encode_naive(
 def _code_k(
     k_TNd: torch.Tensor, book: Book, layout: PageLayout
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Codes of K, FP32 scales [T, N, blocks] (fp8: exponent bytes; fp16: none), and where there is a codebook FP16 outliers [T, N, O]."""
+    """Codes of K by place, FP32 scales [T, N, blocks] (fp8: exponent bytes; fp16: none), and where there is a codebook FP16 outliers
+    [T, N, O]."""
     fmt, (channels, k_mean, k_gain, k_weight, _, _) = layout.format, book
     if fmt.code == "fp16":
         return k_TNd.half(), None, None
@@ -65,7 +67,8 @@ def _code_k(
     outlier = k.gather(-1, at).masked_fill(~used, 0.0)
     # Added up: unused entries point at channel 0, too.
     slots = torch.zeros(k.shape, dtype=torch.int32, device=k.device).scatter_add(-1, at, used.int())
-    code, scale = law.fp4_blocks(k * k_gain.masked_fill(slots > 0, 0.0), k_weight, fmt.block, fmt)
+    coded = swapped(k * k_gain.masked_fill(slots > 0, 0.0), channels, layout)
+    code, scale = law.fp4_blocks(coded, swapped(k_weight, channels, layout), fmt.block, fmt)
     return code, scale, outlier.clamp(-law.FP16_MAX, law.FP16_MAX).half()
 
 
@@ -135,7 +138,7 @@ def _values_of_k(parts: law.Parts, book: Book, layout: PageLayout) -> torch.Tens
     if fmt.code == "fp8":
         return parts.k_codes.contiguous().view(torch.float8_e4m3fn).float() * law.scale_values(parts.k_scales, fmt)
     k = law.fp4_values(parts.k_codes) * _scales(parts, 0, fmt).repeat_interleave(fmt.block, -1)[..., : layout.k_dim]
-    k = k / k_gain[:, None]
+    k = swapped(k.transpose(-3, -2), channels, layout).transpose(-3, -2) / k_gain[:, None]
     if layout.outliers:
         at = channels.long().clamp(min=0)[:, None].expand(*k.shape[:-1], -1)
         out = torch.where((channels >= 0)[:, None], parts.k_outliers.float(), 0.0)
@@ -168,23 +171,57 @@ def shares(weight_Nd: torch.Tensor, block: int) -> torch.Tensor:
     return out.flatten(-2)[..., :n].float()
 
 
-def book_shares(k_weight: torch.Tensor, v_weight: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both weights of a book in the blocks of its layout. Channels that share no scale have equal weights."""
+def arranged(channels_NO: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Outlier channels (-1: unused) in the order that a book has them in, int32 [N, O].
+
+    Where scales lie among the codes, entry o stands for the place `reserved[o]` as long as there are such: a reserved channel that is an
+    outlier stands at its own, others take what is left in ascending order, and where a head uses too few the reserved channel itself
+    becomes one. Behind these, and elsewhere, ascending.
+    """
+    rows = []
+    for row in channels_NO.tolist():
+        used = sorted({c for c in row if c >= 0})
+        free = iter([c for c in used if c not in layout.reserved])
+        out = [r if r in used else next(free, r) for r in layout.reserved]
+        out += free
+        rows.append(out + [-1] * (layout.outliers - len(out)))
+    return torch.tensor(rows, dtype=torch.int32, device=channels_NO.device).reshape(len(rows), layout.outliers)
+
+
+def swapped(x_XNd: torch.Tensor, channels_NO: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """What belongs to channels, by the place that their codes lie in, or the other way round: `channels[o]` and channel `reserved[o]`
+    swap places.
+    """
+    if not layout.reserved:
+        return x_XNd
+    moved = channels_NO[:, : len(layout.reserved)].long()
+    places = torch.arange(layout.k_dim, device=moved.device).repeat(len(moved), 1)
+    n, half = layout.k_blocks, GROUP // 2
+    reserved = torch.cat([places[:, half - n : half], places[:, GROUP - n : GROUP]], -1)
+    places = places.scatter(-1, moved, reserved).scatter(-1, reserved, moved)
+    return x_XNd.gather(-1, places.expand_as(x_XNd))
+
+
+def book_shares(
+    channels: torch.Tensor, k_weight: torch.Tensor, v_weight: torch.Tensor, layout: PageLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both weights of a book in the blocks of its layout, `channels` as `arranged`. Channels that share no scale have equal weights."""
     k, v = layout.format, layout.format.v
     if k.search:
-        k_weight = shares(k_weight, k.block)
+        k_weight = swapped(shares(swapped(k_weight, channels, layout), k.block), channels, layout)
     if v.search:
         v_weight = shares(v_weight if v.v_axis == "token" else torch.ones_like(v_weight), v.v_group)
     return k_weight, v_weight
 
 
 def neutral_book(layout: PageLayout, heads: int, device: torch.device | str = "cpu") -> Book:
-    """No outliers chosen, means 0, gains and weights 1."""
+    """No outliers but those that a layout must have, means 0, gains and weights 1."""
     zeros = lambda d: torch.zeros(heads, d, device=device)  # noqa: E731
     ones = lambda d: torch.ones(heads, d, device=device)  # noqa: E731
-    channels = torch.full((heads, layout.outliers), -1, dtype=torch.int32, device=device)
+    row = [*layout.reserved, *[-1] * (layout.outliers - len(layout.reserved))]
+    channels = torch.tensor(row, dtype=torch.int32, device=device).repeat(heads, 1)
     k, v = layout.k_dim, layout.v_dim
-    k_weight, v_weight = book_shares(ones(k), ones(v), layout)
+    k_weight, v_weight = book_shares(channels, ones(k), ones(v), layout)
     return channels, zeros(k), ones(k), k_weight, ones(v), v_weight
 
 

@@ -119,6 +119,29 @@ def exp2(x):
     return tl.exp2(x)
 
 
+@triton.constexpr_function
+def place_of(o, scales):
+    """The place that entry o of a head's outlier channels swaps its own for: `PageLayout.reserved`."""
+    return 32 - scales + o if o < scales else 64 - 2 * scales + o
+
+
+@triton.jit
+def swapped(place, n, channels_ptr, OUT: tl.constexpr, SWAPS: tl.constexpr):
+    """Channels of head n whose codes lie in some places, or the other way round; the first SWAPS outliers swap places."""
+    ch = place
+    for o in tl.static_range(SWAPS):
+        out = tl.load(channels_ptr + n * OUT + o)
+        own = place_of(o, SWAPS // 2)
+        ch = tl.where(place == out, own, tl.where(place == own, out, ch))
+    return ch
+
+
+@triton.jit
+def coded(place, SWAPS: tl.constexpr):
+    """Whether codes lie in these places, not scales."""
+    return (place >= 64) | (place % 32 < 32 - SWAPS // 2)
+
+
 @triton.jit
 def scale_of(word, i: tl.constexpr):
     """Byte i of an int32, a positive E4M3, as value * 2^-120 (FP32 denormals included)."""

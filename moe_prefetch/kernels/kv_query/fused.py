@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kv_fp4.fused import ASM, terms, to_e4m3
+from ..kv_fp4.fused import ASM, coded, swapped, terms, to_e4m3
 
 
 @triton.jit
 def prepare(
     q_ptr, channels_ptr, k_mean_ptr, k_gain_ptr, q8_ptr, qo_ptr, qf_ptr, scale_log2,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, KC: tl.constexpr, HL: tl.constexpr,
-    XC: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    XC: tl.constexpr, SWAPS: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):
     """One item. q [B, N, R, D] becomes, for scores in log2 units:
 
@@ -33,18 +33,23 @@ def prepare(
     q_at = q_ptr + item * R * D
     r_R = tl.arange(0, RP)
     j_K = tl.arange(0, KB)
-    ch_K = j_K // 32 * 64 + j_K % 32
+    place_K = j_K // 32 * 64 + j_K % 32
+    lo_K = swapped(place_K, n, channels_ptr, OUT, SWAPS)
+    hi_K = swapped(place_K + 32, n, channels_ptr, OUT, SWAPS)
     on_R = (r_R < R)[None, :]
-    at_KR = ch_K[:, None] + r_R[None, :] * D
-    lo_KR = tl.load(q_at + at_KR, mask=on_R, other=0).to(tl.float32)
-    hi_KR = tl.load(q_at + at_KR + 32, mask=on_R, other=0).to(tl.float32)
-    gain_at = k_gain_ptr + n * D + ch_K
-    mean_at = k_mean_ptr + n * D + ch_K
+    lo_KR = tl.load(q_at + lo_K[:, None] + r_R[None, :] * D, mask=on_R, other=0).to(tl.float32)
+    hi_KR = tl.load(q_at + hi_K[:, None] + r_R[None, :] * D, mask=on_R, other=0).to(tl.float32)
+    gain_at = k_gain_ptr + n * D
+    mean_at = k_mean_ptr + n * D
     if SOFTCAP > 0:
-        mean_R = tl.sum(lo_KR * tl.load(mean_at)[:, None] + hi_KR * tl.load(mean_at + 32)[:, None], axis=0) * scale_log2
+        mean_R = tl.sum(lo_KR * tl.load(mean_at + lo_K)[:, None] + hi_KR * tl.load(mean_at + hi_K)[:, None], axis=0) * scale_log2
         tl.store(qf_ptr + item * (1 + RP) + 1 + r_R, mean_R)
-    lo_KR = lo_KR * (1.0 / tl.load(gain_at))[:, None]
-    hi_KR = hi_KR * (1.0 / tl.load(gain_at + 32))[:, None]
+    lo_KR = lo_KR * (1.0 / tl.load(gain_at + lo_K))[:, None]
+    hi_KR = hi_KR * (1.0 / tl.load(gain_at + hi_K))[:, None]
+    if SWAPS > 0:
+        # what scales mean as codes
+        lo_KR = tl.where(coded(place_K, SWAPS)[:, None], lo_KR, 0.0)
+        hi_KR = tl.where(coded(place_K + 32, SWAPS)[:, None], hi_KR, 0.0)
     # one norm for all rows: what counts in a score is its absolute error
     amax = tl.max(tl.max(tl.maximum(tl.abs(lo_KR), tl.abs(hi_KR)), axis=1), axis=0)
     amax = tl.maximum(amax, 1.0e-30)
