@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -210,12 +211,14 @@ def prompt_book(
     """Makes a sequence's own codebook from its first tokens, k [N, T, dk] and v [N, T, dv]: what a `LayerStore` calls without calibration.
 
     first  tokens to look at (None: all that are given)
-    The query is not known there: its weights are 1, and `importance` falls back to Var[k].
+    The query is not known there: its weights are 1, and `importance` falls back to Var[k]. A cache that has it can be pickled and copied.
     """
+    return partial(_book_of_prompt, layout, heads, policy, device, first)
 
-    def book(k_NTd: torch.Tensor, v_NTd: torch.Tensor) -> Book:
-        seen, k = StatsCollector(), k_NTd[:, :first, : layout.k_dim]
-        seen.add(torch.ones_like(k), k, v_NTd[:, :first])
-        return make_coding(seen.stats(), layout, heads, policy, device).book
 
-    return book
+def _book_of_prompt(
+    layout: PageLayout, heads: int, policy: Policy, device: torch.device | str, first: int | None, k_NTd: torch.Tensor, v_NTd: torch.Tensor
+) -> Book:
+    seen, k = StatsCollector(), k_NTd[:, :first, : layout.k_dim]
+    seen.add(torch.ones_like(k), k, v_NTd[:, :first])
+    return make_coding(seen.stats(), layout, heads, policy, device).book

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from moe_prefetch.errors import ShapeError
-from moe_prefetch.integrations.transformers_cache import make_cache
+from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode import records
 from moe_prefetch.kernels.kv_encode.records import decode_naive, encode_naive, neutral_book, runs_for
@@ -354,3 +355,19 @@ def test_a_step_of_another_batch_is_refused_never_spread(batch: int) -> None:
         with pytest.raises(ShapeError, match="static KV cache"):
             take(k[:batch, :, 30:31], k[:batch, :, 30:31])
     assert all(torch.equal(a, b) for a, b in zip((*s.gather(), s.length), before, strict=True))
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_cache_goes_through_pickle(calibrated: bool) -> None:
+    """To another process, or to disk between turns: with books made from prompts as with those of a calibration."""
+    llama, prompt = models.llama(), models.ids(90, 2)
+    cache = make_cache(llama.config, models.config(), calibrate(llama, models.ids(200, 2, seed=9)) if calibrated else None)
+    models.generate(llama, prompt, cache)
+    twin = pickle.loads(pickle.dumps(cache))
+    more, grown = torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(0)), []
+    for c in (cache, twin):
+        for layer in c.layers:
+            layer.update(more, more)
+        c.check_integrity()
+        grown.append([x for layer in c.layers for x in layer.store.gather()])
+    assert all(torch.equal(a, b) for a, b in zip(*grown, strict=True))
