@@ -87,14 +87,14 @@ def test_pages_ahead_of_their_reference(group: int, dim: int, step: float, monke
 def test_many_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token outweighs each other one by about 2^17, but its value is small: what the others weigh together shows.
 
-    Scores as far apart are an eighth of a bit off, as q is in two terms.
+    Scores as far apart are an eighth of a bit off, a fifth at most, as q is in two terms; without the others the error is 1.
     """
     use(1, monkeypatch)
     bits, v = torch.rand(1400) * 2 - 18, torch.full((1400, 1, 128), 500.0)
     bits[0], v[:PAGE] = 0.0, torch.randn(PAGE, 1, 128)
     args, kw = along_q(4, 128, bits, v)
     out, want = fused.attend(*args, **kw)[0], attend_naive(*args, **kw)[0]
-    assert float((out - want).norm() / want.norm()) < 0.12
+    assert float((out - want).norm() / want.norm()) < 0.25
 
 
 def test_scores_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
