@@ -111,7 +111,7 @@ def differs(
 
 
 def speed(name: str, layout: PageLayout, book: Book, copy_rate: float) -> list[tuple[str, str, float, str]]:
-    kind, dim = name.split("_d")[0], layout.k_dim
+    (kind, shape), dim = name.split("_d"), layout.k_dim
     pool = empty_pages(256, HEADS, layout, "cuda")
     # three prompts in turn: none is in L2
     sets = [[torch.randn(32768, HEADS, dim, dtype=torch.bfloat16, device="cuda") for _ in "kv"] for _ in range(3)]
@@ -122,7 +122,7 @@ def speed(name: str, layout: PageLayout, book: Book, copy_rate: float) -> list[t
     prompt = timed([lambda k=k, v=v: fused.encode(pool, k, v, whole, book, layout) for k, v in sets])
     share = (2 * k.nbytes + 256 * HEADS * layout.page_bytes) / prompt / 1e3 / copy_rate
     print(f"{name}: append of 64 {append:.1f} us, prompt of 32k {prompt:.0f} us = {share:.2f} of the copy rate", flush=True)
-    end = f"d{dim}_{kind}"
+    end = f"d{shape}_{kind}"
     whole_case = f"prompt_32k_{end}"
     return [(f"append_b64_{end}", "us", append, "us"), (whole_case, "us", prompt, "us"), (whole_case, "copy_share", share, "share")]
 
@@ -178,7 +178,7 @@ def main() -> int:
             blocks, faults = 0, [f"{type(error).__name__}: {str(error)[-300:]}"]
         right[encoder] = right.get(encoder, True) and not faults
         print(f"{name}: {encoder}, {blocks:,} blocks", "; ".join(faults) or "equal", flush=True)
-        figures = speed(name, layout, book, copy_rate) if fast and a.tokens == "bfloat16" else []
+        figures = speed(name, layout, book, copy_rate) if module is fused and a.tokens == "bfloat16" else []
         if not faults:
             append_rows(a.out, "kv-encode", [Row(*figure) for figure in figures], machine=machine_name("cuda"), commit=a.commit,
                         checked=f"{blocks} blocks equal")
