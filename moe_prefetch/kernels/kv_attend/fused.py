@@ -355,14 +355,15 @@ def attend(
             q, q_len_B, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml, programs + items, t_at,
             scale * LOG2E, N=N, R=R, RP=RP, T=T, D=D, SINKS=sinks, RING=ring, PIECES=pieces, REST=16 if rest else 0, SLIDING=sliding,
             SOFTCAP=softcap, PDL=bool(pdl), num_warps=4, **pdl)
-        # one warp for 32 channels while an item has few partial results, more of them for many
-        some = min(256, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
+        # one warp for 32 channels while an item has few partial results, more of them for many; an item three times as long as others
+        # has all of its at once, too
+        each = programs // max(items, 1)
+        some = min(256, max(8, triton.next_power_of_2(each + 2), min(32, triton.next_power_of_2(3 * each + 2))))
         parts = min(D // 32, 1 << max(1, 2048 // (items * R)).bit_length() - 1)
         warps = max(1, min(8, some * (D // parts) // 1024))
         combine[(items * R, parts)](
             q, q_len_B, stored_B, length_B, k_mean, v_gain, lse if sink_H is None else sink_H, part, ml, out, lse, B, programs,
             shares(most, items), programs + items, t_at, scale * LOG2E, BP=shape["BP"], N=N, R=R, T=T, OUT_T=T_all, D=D, DP=D // parts,
             SINKS=sinks, SLIDING=sliding, SOFTCAP=softcap, LOGIT=sink_H is not None, SB=some, PIECES=pieces,
-            PP=triton.next_power_of_2(pieces), FULL=decode, WIDE=items * table_BP.shape[1] * programs >= 1 << 32, PDL=bool(pdl),
-            num_warps=warps, **pdl)
+            PP=triton.next_power_of_2(pieces), PDL=bool(pdl), num_warps=warps, **pdl)
     return out, lse

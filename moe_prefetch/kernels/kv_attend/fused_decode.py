@@ -128,11 +128,10 @@ def attend_decode(
     units_B = (gl.load(stored_ptr + b_B, mask=b_B < B, other=0, eviction_policy=KEEP) + 127) // 128
     ends_B = gl.associative_scan(units_B * N, 0, _add)
     total = gl.max(ends_B, axis=0)
-    # the shares of `even` programs end where items of equal length do; of other lengths as many programs take some as have full shares
-    equal = gl.max(units_B, axis=0) + gl.max(gl.where(b_B < B, 0 - units_B, -0x40000000), axis=0) == 0
-    each = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), 1)
+    # the shares of `even` programs end where items of equal length do; of other lengths all programs take some
+    spread = gl.max(units_B, axis=0) + gl.max(gl.where(b_B < B, 0 - units_B, -0x40000000), axis=0)
     program = gl.program_id(0)
-    sharing = gl.maximum(gl.minimum(gl.where(equal, even, (total + each - 1) // each), total), 1)
+    sharing = gl.maximum(gl.minimum(gl.where(spread == 0, even, gl.num_programs(0)), total), 1)
     unit = _cut(gl.minimum(program, sharing), sharing, total)
     end = _cut(gl.minimum(program + 1, sharing), sharing, total)
     stage = 0

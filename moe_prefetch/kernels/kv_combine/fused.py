@@ -5,30 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kv_fp4.fused import ASM, NONE, exp2, full_shares, program_of, rows_of
+from ..kv_fp4.fused import ASM, NONE, exp2, program_of, rows_of
 
 
 @triton.jit
 def slots_of(
     item, stored_ptr, length_ptr, q_len_ptr, B, programs, even, BP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
-    SLIDING: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr,
+    SLIDING: tl.constexpr,
 ):
     """First slot of an item's partial results over pages and the one after its last: `program + item` of those that have its pages.
 
-    Where all sequences have as many pages `even` programs share them, else `programs` or, FULL, as many of those as have full shares.
+    `programs` share all pages equally, where all sequences have as many pages `even` of them.
     """
-    _first_B, units_B, _ends_B = rows_of(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
-    b = item // N
+    _first_B, units_B, ends_B = rows_of(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
-    units = tl.sum(tl.where(b_B == b, units_B, 0), axis=0)
-    before = tl.sum(tl.where(b_B < b, units_B, 0), axis=0) * N + units * (item % N)
-    total = tl.sum(units_B, axis=0) * N
+    mine_B = b_B == item // N
+    units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
+    before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - units * (N - item % N)
     equal = tl.max(units_B, axis=0) == tl.min(tl.where(b_B < B, units_B, 0x7FFFFFFF), axis=0)
-    if FULL:
-        programs = full_shares(programs, total)
     programs = tl.where(equal, even, programs)
-    s0 = program_of(before, programs, total, WIDE) + item
-    return s0, tl.where(units > 0, program_of(before + units - 1, programs, total, WIDE) + item + 1, s0)
+    total = tl.max(ends_B, axis=0)
+    s0 = program_of(before, programs, total) + item
+    return s0, tl.where(units > 0, program_of(before + units - 1, programs, total) + item + 1, s0)
 
 
 @triton.jit(do_not_specialize=["B", "programs", "even", "recent_slot", "t_at"])
@@ -37,7 +35,7 @@ def combine(
     B, programs, even, recent_slot, t_at, scale_log2,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr, OUT_T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, LOGIT: tl.constexpr,
-    SB: tl.constexpr, PIECES: tl.constexpr, PP: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    SB: tl.constexpr, PIECES: tl.constexpr, PP: tl.constexpr, PDL: tl.constexpr,
 ):
     """DP channels of one query row: partial results of pages and of FP16 tokens, the learned logit. out FP32 [B, N, G, OUT_T, D]."""
     item = tl.program_id(0) // R
@@ -56,7 +54,7 @@ def combine(
     q_at = t_at + r % T
     q_len = tl.load(q_len_ptr + b)
     there = (q_at < q_len) & (q_at < OUT_T) & (tl.load(length_ptr + b) - q_len + q_at >= 0)
-    s0, s1 = slots_of(item, stored_ptr, length_ptr, q_len_ptr, B, programs, even, BP, N, SINKS, SLIDING, FULL, WIDE)
+    s0, s1 = slots_of(item, stored_ptr, length_ptr, q_len_ptr, B, programs, even, BP, N, SINKS, SLIDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     p_P = tl.arange(0, PP)

@@ -230,19 +230,7 @@ def start(p, programs, total):
 
 
 @triton.jit
-def full_shares(programs, total):
-    """The fewest programs whose equal shares of so many pages are no larger than those of all."""
-    each = tl.maximum((total + programs - 1) // programs, 1)
-    return (total + each - 1) // each
-
-
-@triton.jit
-def program_of(unit, programs, total, WIDE: tl.constexpr):
-    """The program that has a page: the last p with start(p) <= unit. WIDE: the product may not fit 32 bits."""
+def program_of(unit, programs, total):
+    """The program that has a page: the last p with start(p) <= unit."""
     sharing = tl.maximum(tl.minimum(programs, total), 1)
-    after = unit + 1
-    if WIDE:
-        after = after.to(tl.int64)
-    else:
-        after = after.to(tl.uint32)
-    return ((after * sharing.to(after.dtype) - 1) // tl.maximum(total, 1).to(after.dtype)).to(tl.int32)
+    return (((unit + 1).to(tl.int64) * sharing - 1) // tl.maximum(total, 1)).to(tl.int32)
