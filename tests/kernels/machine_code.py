@@ -41,6 +41,7 @@ TYPES = {
     "length_ptr": "*i32",
     "part_ptr": "*fp32",
     "ml_ptr": "*fp32",
+    "span_ptr": "*i32",
     "B": "i32",
     "table_width": "i32",
     "t_at": "i32",

@@ -9,12 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-import triton.language as tl
-
 from moe_prefetch.kernels.kv_attend import fused
 from moe_prefetch.kernels.kv_attend.naive import attend_naive
-from moe_prefetch.kernels.kv_combine.fused import slots_of
 from moe_prefetch.kernels.kv_encode.naive import empty_pages
 from moe_prefetch.kernels.kv_encode.records import arranged, encode_naive, runs_for
 from moe_prefetch.kv.format import FORMATS, PAGE, PageLayout
@@ -174,31 +170,3 @@ def test_serves_what_it_can_read() -> None:
         ("fp4-72", 512, 0, 64),
     ):
         assert not fused.serves(PageLayout(FORMATS[name], k, v, 0, rope), 4)
-
-
-@triton.jit
-def all_slots(out_ptr, stored_ptr, B, programs, even, BP: tl.constexpr, N: tl.constexpr):
-    item = tl.program_id(0)
-    s0, s1 = slots_of(item, stored_ptr, stored_ptr, stored_ptr, B, programs, even, BP, N, 0, 0)
-    tl.store(out_ptr + item * 2, s0)
-    tl.store(out_ptr + item * 2 + 1, s1)
-
-
-@pytest.mark.parametrize("pages", [[7], [0], [3, 0, 1], [5, 5, 5], [256] * 8, [1000, 1, 30, 0, 2], [200000] * 24], ids=str)
-@pytest.mark.parametrize("heads", [1, 3])
-def test_slots_are_those_that_programs_write(pages: list[int], heads: int) -> None:
-    """As counted page by page: the last step reads no more and no less, and no slot is two items'."""
-    items = [n for n in pages for _ in range(heads)]
-    stored = torch.tensor([128 * n - (n > 0) for n in pages], dtype=torch.int32, device=DEVICE)
-    found, total = torch.zeros(len(items), 2, dtype=torch.int32, device=DEVICE), sum(items)
-    for programs, even in ((1, 1), (7, 4), (528, 512)):
-        sharing = max(1, min(even if len(set(pages)) == 1 else programs, total))
-        starts = [total * p // sharing for p in range(sharing + 1)]
-        all_slots[(len(items),)](found, stored, len(pages), programs, even, BP=max(16, triton.next_power_of_2(len(pages))), N=heads)
-        before, taken = 0, []
-        for i, (n, (s0, s1)) in enumerate(zip(items, found.tolist(), strict=True)):
-            want = [p + i for p in range(sharing) if starts[p] < before + n and before < starts[p + 1] and n]
-            assert list(range(s0, s1)) == want, (programs, i)
-            taken += want
-            before += n
-        assert len(set(taken)) == len(taken)

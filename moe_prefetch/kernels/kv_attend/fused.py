@@ -27,10 +27,8 @@ from ..kv_fp4.fused import (
     lo_plane,
     p8,
     pv,
-    rows_of,
     scale_of,
     seen,
-    start,
     three_of,
     twice,
     word_of,
@@ -47,6 +45,34 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def _rows(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, SLIDING: tl.constexpr):
+    """Per sequence: its first visible page, the visible pages of one head, and the running sum of those of all heads, its own included."""
+    b_B = tl.arange(0, BP)
+    in_B = b_B < B
+    pages_B = (tl.load(stored_ptr + b_B, mask=in_B, other=0) + 127) // 128
+    first_B = tl.zeros((BP,), tl.int32)
+    if SLIDING > 0:
+        length_B = tl.load(length_ptr + b_B, mask=in_B, other=0)
+        oldest_B = length_B - tl.load(q_len_ptr + b_B, mask=in_B, other=0) - SLIDING + 1 - SINKS
+        first_B = tl.minimum(tl.maximum(oldest_B, 0) // 128, pages_B)
+    units_B = pages_B - first_B
+    return first_B, units_B, tl.cumsum(units_B * N, 0)
+
+
+@triton.jit
+def _cut(p, programs, total):
+    """Where share p of `total` begins, rounded down."""
+    return total // programs * p + total % programs * p // programs
+
+
+@triton.jit
+def _start(p, programs, total):
+    """First page of program p: equal shares; of fewer pages than programs the first ones take one each."""
+    sharing = tl.maximum(tl.minimum(programs, total), 1)
+    return _cut(tl.minimum(p, sharing), sharing, total)
+
+
+@triton.jit
 def _where(unit, first_B, units_B, ends_B, b_B, N: tl.constexpr, SLIDING: tl.constexpr):
     """Sequence, head, its page and pages of a place in the flat list."""
     b = tl.sum((ends_B <= unit).to(tl.int32), axis=0)
@@ -60,7 +86,7 @@ def _where(unit, first_B, units_B, ends_B, b_B, N: tl.constexpr, SLIDING: tl.con
 
 @triton.jit(do_not_specialize=["table_width"])
 def attend_pages(
-    q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, part_ptr, ml_ptr, B, table_width, t_at,
+    q8_ptr, qo_ptr, qf_ptr, q_len_ptr, pool_ptr, table_ptr, stored_ptr, length_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, t_at,
     BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr,
     KC: tl.constexpr, HL: tl.constexpr, XC: tl.constexpr, SWAPS: tl.constexpr,
     SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -71,7 +97,8 @@ def attend_pages(
 
     D = dk = dv, 64 or 128, planes, V scale per token and 64 channels. q [B, N, R, D] with R = G T rows, and as `prepare` leaves it; pool
     [P, N, PAGE_BYTES]; part FP32 [slots, R, D], ml FP32 [slots, R, 2] (maximum in log2 units, sum). A program writes slot `program + item`
-    of each item it meets; the FP16 tokens' slots come behind all of these.
+    of each item it meets; `span` [item, 2] gets an item's first slot and the one after its last; the FP16 tokens' slots come behind all of
+    these.
     """
     # p of both 64-channel halves side by side, and both planes of V at once, as long as registers last
     WIDE: tl.constexpr = 8 if D == 128 and OUT != 3 else 4
@@ -86,11 +113,11 @@ def attend_pages(
         tl.extra.cuda.gdc_launch_dependents()
     programs = tl.num_programs(0)
     program = tl.program_id(0)
-    first_B, units_B, ends_B = rows_of(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
+    first_B, units_B, ends_B = _rows(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
     b_B = tl.arange(0, BP)
     total = tl.max(ends_B, axis=0)
-    unit = start(program, programs, total)
-    end = start(program + 1, programs, total)
+    unit = _start(program, programs, total)
+    end = _start(program + 1, programs, total)
     # DRAM has work while q is prepared
     b, n, first, u0, units = _where(unit, first_B, units_B, ends_B, b_B, N, SLIDING)
     for i in tl.static_range(2):
@@ -113,6 +140,10 @@ def attend_pages(
         stored = tl.load(stored_ptr + b)
         item = b * N + n
         slot = program + item
+        if u0 == 0:
+            tl.store(span_ptr + item * 2, slot)
+        if u1 == units:
+            tl.store(span_ptr + item * 2 + 1, slot + 1)
         q8_at = q8_ptr + item * (4 // HL * QC * KB) + tl.arange(0, QC)[None, :] * (2 // HL * KB) + tl.arange(0, 2 // HL * KB)[:, None]
         ql = tl.load(q8_at)
         qh = tl.load(q8_at + 2 // HL * QC * KB)
@@ -333,10 +364,11 @@ def attend(
         slots = programs + items * (1 + pieces)
         part = torch.empty(slots, R, D, dtype=torch.float32, device=dev)
         ml = torch.empty(slots, R, 2, dtype=torch.float32, device=dev)
+        span = torch.empty(items, 2, dtype=torch.int32, device=dev)
         shape = {"BP": max(16, triton.next_power_of_2(B)), "N": N, "R": R, "RP": RP, "D": D, "OUT": layout.outliers, "num_warps": 4}
         if decode:
             fused_decode.attend_decode[(programs,)](
-                *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, B, table_BP.shape[1],
+                *fused_decode.sources(pool_PNb, layout), q, channels, k_gain, table_BP, stored_B, part, ml, span, B, table_BP.shape[1],
                 shares(most, items), scale * LOG2E, **shape, **fused_decode.constants(layout, RP), **regs, **pdl)
         else:
             # q as hi | lo in columns while they fit the least N of an FP8 MMA; two chained MMAs beyond that
@@ -347,23 +379,20 @@ def attend(
             q8, qo, qf = buffers(items, RP, KC * RP * HL, HL, D, layout.outliers, XC, dev)
             prepare[(items,)](q, channels, k_mean, k_gain, q8, qo, qf, scale * LOG2E, **{k: v for k, v in shape.items() if k != "BP"})
             attend_pages[(programs,)](
-                q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, part, ml, B, table_BP.shape[1], t_at,
+                q8, qo, qf, q_len_B, pool_PNb, table_BP, stored_B, length_B, part, ml, span, B, table_BP.shape[1], t_at,
                 **shape, T=T, SINKS=sinks, SLIDING=sliding, PAGE_BYTES=layout.page_bytes, V_AT=at["v_codes"], KS_AT=at["k_scales"],
                 VS_AT=at["v_scales"], KO_AT=at["k_outliers"], TRAILER_AT=at["trailer"], STAGES=STAGES, **regs, **pdl)
         # behind the pages: these take places that `shares` left, and those of programs that have ended
         attend_recent[(items * pieces,)](
-            q, q_len_B, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml, programs + items, t_at,
+            q, q_len_B, stored_B, length_B, sink_k, sink_v, recent_k, recent_v, recent_first_B, part, ml, span, programs + items, t_at,
             scale * LOG2E, N=N, R=R, RP=RP, T=T, D=D, SINKS=sinks, RING=ring, PIECES=pieces, REST=16 if rest else 0, SLIDING=sliding,
             SOFTCAP=softcap, PDL=bool(pdl), num_warps=4, **pdl)
-        # one warp for 32 channels while an item has few partial results, more of them for many; an item three times as long as others
-        # has all of its at once, too
-        each = programs // max(items, 1)
-        some = min(256, max(8, triton.next_power_of_2(each + 2), min(32, triton.next_power_of_2(3 * each + 2))))
+        # one warp for 32 channels while an item has few partial results, more of them for many
+        some = min(256, max(8, triton.next_power_of_2(programs // max(items, 1) + 2)))
         parts = min(D // 32, 1 << max(1, 2048 // (items * R)).bit_length() - 1)
         warps = max(1, min(8, some * (D // parts) // 1024))
         combine[(items * R, parts)](
-            q, q_len_B, stored_B, length_B, k_mean, v_gain, lse if sink_H is None else sink_H, part, ml, out, lse, B, programs,
-            shares(most, items), programs + items, t_at, scale * LOG2E, BP=shape["BP"], N=N, R=R, T=T, OUT_T=T_all, D=D, DP=D // parts,
-            SINKS=sinks, SLIDING=sliding, SOFTCAP=softcap, LOGIT=sink_H is not None, SB=some, PIECES=pieces,
-            PP=triton.next_power_of_2(pieces), PDL=bool(pdl), num_warps=warps, **pdl)
+            q, q_len_B, length_B, k_mean, v_gain, lse if sink_H is None else sink_H, part, ml, span, out, lse, programs + items, t_at,
+            scale * LOG2E, N=N, R=R, T=T, OUT_T=T_all, D=D, DP=D // parts, SOFTCAP=softcap, LOGIT=sink_H is not None,
+            SB=some, PIECES=pieces, PP=triton.next_power_of_2(pieces), PDL=bool(pdl), num_warps=warps, **pdl)
     return out, lse

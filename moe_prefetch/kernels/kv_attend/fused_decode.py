@@ -66,7 +66,7 @@ def _ask(codes, tail, rec, codes_s, tail_s, codes_bar, tail_bar, s, D: gl.conste
 
 @gluon.jit(do_not_specialize=["table_width", "even"])
 def attend_decode(
-    codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, B, table_width, even, scale_log2,
+    codes, tail, q_ptr, channels_ptr, k_gain_ptr, table_ptr, stored_ptr, part_ptr, ml_ptr, span_ptr, B, table_width, even, scale_log2,
     BP: gl.constexpr, N: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr,
     LINES: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
 ):
@@ -162,6 +162,10 @@ def attend_decode(
         _ask(codes, tail, first * N + n, codes_s, tail_s, codes_bar, tail_bar, stage, D, LINES, True)
         if not LATE:
             _ask(codes, tail, second * N + n, codes_s, tail_s, codes_bar, tail_bar, 1 - stage, D, LINES, t0 + 1 < t1)
+        if t0 == 0:
+            gl.store(span_ptr + item * 2, slot)
+        if t1 == units:
+            gl.store(span_ptr + item * 2 + 1, slot + 1)
         back = queries(q_lo, q_hi, gain_lo, gain_hi, scale_log2, q0_s, q1_s, q2_s, q3_s, PARTS, SWAPS)
         if OUT > 0:
             outlier_queries(q_ptr + item * R * D, channels_O, scale_log2, qo_s, R, RP, D)

@@ -5,36 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kv_fp4.fused import ASM, NONE, exp2, program_of, rows_of
+from ..kv_fp4.fused import ASM, NONE, exp2
 
 
 @triton.jit
-def slots_of(
-    item, stored_ptr, length_ptr, q_len_ptr, B, programs, even, BP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
-    SLIDING: tl.constexpr,
-):
-    """First slot of an item's partial results over pages and the one after its last: `program + item` of those that have its pages.
-
-    `programs` share all pages equally, where all sequences have as many pages `even` of them.
-    """
-    _first_B, units_B, ends_B = rows_of(stored_ptr, length_ptr, q_len_ptr, B, BP, N, SINKS, SLIDING)
-    b_B = tl.arange(0, BP)
-    mine_B = b_B == item // N
-    units = tl.sum(tl.where(mine_B, units_B, 0), axis=0)
-    before = tl.sum(tl.where(mine_B, ends_B, 0), axis=0) - units * (N - item % N)
-    equal = tl.max(units_B, axis=0) == tl.min(tl.where(b_B < B, units_B, 0x7FFFFFFF), axis=0)
-    programs = tl.where(equal, even, programs)
-    total = tl.max(ends_B, axis=0)
-    s0 = program_of(before, programs, total) + item
-    return s0, tl.where(units > 0, program_of(before + units - 1, programs, total) + item + 1, s0)
-
-
-@triton.jit(do_not_specialize=["B", "programs", "even", "recent_slot", "t_at"])
 def combine(
-    q_ptr, q_len_ptr, stored_ptr, length_ptr, k_mean_ptr, v_gain_ptr, logit_ptr, part_ptr, ml_ptr, out_ptr, lse_ptr,
-    B, programs, even, recent_slot, t_at, scale_log2,
-    BP: tl.constexpr, N: tl.constexpr, R: tl.constexpr, T: tl.constexpr, OUT_T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SINKS: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, LOGIT: tl.constexpr,
+    q_ptr, q_len_ptr, length_ptr, k_mean_ptr, v_gain_ptr, logit_ptr, part_ptr, ml_ptr, span_ptr, out_ptr, lse_ptr,
+    recent_slot, t_at, scale_log2,
+    N: tl.constexpr, R: tl.constexpr, T: tl.constexpr, OUT_T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SOFTCAP: tl.constexpr, LOGIT: tl.constexpr,
     SB: tl.constexpr, PIECES: tl.constexpr, PP: tl.constexpr, PDL: tl.constexpr,
 ):
     """DP channels of one query row: partial results of pages and of FP16 tokens, the learned logit. out FP32 [B, N, G, OUT_T, D]."""
@@ -54,9 +33,10 @@ def combine(
     q_at = t_at + r % T
     q_len = tl.load(q_len_ptr + b)
     there = (q_at < q_len) & (q_at < OUT_T) & (tl.load(length_ptr + b) - q_len + q_at >= 0)
-    s0, s1 = slots_of(item, stored_ptr, length_ptr, q_len_ptr, B, programs, even, BP, N, SINKS, SLIDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    s0 = tl.load(span_ptr + item * 2)
+    s1 = tl.load(span_ptr + item * 2 + 1)
     p_P = tl.arange(0, PP)
     row_P = (recent_slot + item * PIECES + p_P) * R + r
     m_P = tl.load(ml_ptr + row_P * 2, mask=p_P < PIECES, other=NONE)

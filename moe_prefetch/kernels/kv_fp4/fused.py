@@ -204,33 +204,3 @@ def fetch(at, BYTES: tl.constexpr):
         for i in tl.static_range((BYTES + 16383) // 16384):
             off = tl.minimum((line + i * 128) * 128, BYTES - 1)
             tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + off], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def rows_of(stored_ptr, length_ptr, q_len_ptr, B, BP: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, SLIDING: tl.constexpr):
-    """Per sequence: its first visible page, the visible pages of one head, and the running sum of those of all heads, its own included."""
-    b_B = tl.arange(0, BP)
-    in_B = b_B < B
-    pages_B = (tl.load(stored_ptr + b_B, mask=in_B, other=0) + 127) // 128
-    first_B = tl.zeros((BP,), tl.int32)
-    if SLIDING > 0:
-        length_B = tl.load(length_ptr + b_B, mask=in_B, other=0)
-        oldest_B = length_B - tl.load(q_len_ptr + b_B, mask=in_B, other=0) - SLIDING + 1 - SINKS
-        first_B = tl.minimum(tl.maximum(oldest_B, 0) // 128, pages_B)
-    units_B = pages_B - first_B
-    return first_B, units_B, tl.cumsum(units_B * N, 0)
-
-
-@triton.jit
-def start(p, programs, total):
-    """First of `total` pages that program p has: equal shares, rounded down; of fewer pages than programs the first ones take one each."""
-    sharing = tl.maximum(tl.minimum(programs, total), 1)
-    p = tl.minimum(p, sharing)
-    return total // sharing * p + total % sharing * p // sharing
-
-
-@triton.jit
-def program_of(unit, programs, total):
-    """The program that has a page: the last p with start(p) <= unit."""
-    sharing = tl.maximum(tl.minimum(programs, total), 1)
-    return (((unit + 1).to(tl.int64) * sharing - 1) // tl.maximum(total, 1)).to(tl.int32)

@@ -56,7 +56,7 @@ def see(
 @triton.jit(do_not_specialize=["first_slot"])
 def attend_recent(
     q_ptr, q_len_ptr, stored_ptr, length_ptr, sink_k_ptr, sink_v_ptr, recent_k_ptr, recent_v_ptr, recent_first_ptr, part_ptr, ml_ptr,
-    first_slot, t_at, scale_log2,
+    span_ptr, first_slot, t_at, scale_log2,
     N: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
     PIECES: tl.constexpr, REST: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -96,6 +96,12 @@ def attend_recent(
     tl.store(part_ptr + row_R[:, None] * D + d_D[None, :], acc_RD, mask=(r_R < R)[:, None])
     tl.store(ml_ptr + row_R * 2, m_R, mask=r_R < R)
     tl.store(ml_ptr + row_R * 2 + 1, l_R, mask=r_R < R)
+    pages = (stored + 127) // 128
+    if SLIDING > 0:
+        pages -= tl.minimum(tl.maximum(length - q_len - SLIDING + 1 - SINKS, 0) // 128, pages)
+    if (pages == 0) & (piece == 0):
+        tl.store(span_ptr + item * 2, 0)
+        tl.store(span_ptr + item * 2 + 1, 0)
     if PDL and tl.program_id(0) == tl.num_programs(0) - 1:
         # the end of this launch is to mean the end of those before it; one program is enough, the others leave their places
         tl.extra.cuda.gdc_wait()
