@@ -6,11 +6,11 @@ E2M1, E4M3: OCP Microscaling Formats v1.0 and OCP 8-bit Floating Point v1.0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import ConfigError, ShapeError
+from ..errors import ArtefactError, ConfigError, ShapeError
 
 LAYOUT_VERSION = 4
 PAGE = 128  # tokens of one KV head in a page
@@ -159,6 +159,17 @@ class PageLayout:
             raise ShapeError(
                 f"a latent is K and V at once: it can't be {self.format.name}", where="MLA", expected="one format", do="drop the + and V's"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "version": LAYOUT_VERSION}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises ArtefactError: of another version's pages only the shapes would be told from these."""
+        found = state.get("version", "older than 4")
+        if found != LAYOUT_VERSION:
+            raise ArtefactError(f"pages of layout version {found}", where="a pickled KV cache", expected=f"version {LAYOUT_VERSION}",
+                                do="make the cache anew from its tokens")  # fmt: skip
+        self.__dict__.update({k: v for k, v in state.items() if k != "version"})
 
     def _code_bytes(self, dim: int, code: str) -> int:
         return PAGE * dim * {"fp16": 16, "fp8": 8, "fp4": 4}[code] // 8

@@ -6,6 +6,8 @@ tokens are in FP16. A prompt, or more of it, is taken by `prefill`, outside a gr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..errors import CacheError, ConfigError, ShapeError
@@ -60,7 +62,7 @@ class StaticStore:
         half = lambda n, d: torch.zeros(batch, heads, n, d, dtype=torch.float16, device=device)  # noqa: E731
         # One row more: what is no sink lands there.
         self._sinks = [torch.zeros(batch * heads * sinks + 1, d, dtype=torch.float16, device=device) for d in (k_dim, v_dim)]
-        self.sink_k, self.sink_v = (x[:-1].view(batch, heads, sinks, x.shape[1]) for x in self._sinks)
+        self._see_sinks()
         self.recent_k, self.recent_v = half(self.ring, k_dim), half(self.ring, v_dim)
         self.now = torch.zeros(3, batch, dtype=torch.int32, device=device)
         self._queries = {t: torch.full((batch,), t, dtype=torch.int32, device=device) for t in range(1, draft + 1)}
@@ -68,6 +70,14 @@ class StaticStore:
                             self.stored, self.now)  # fmt: skip
         tell_naive(self._slide)
         self.empty = True
+
+    def _see_sinks(self) -> None:
+        self.sink_k, self.sink_v = (x[:-1].view(self.batch, self.heads, self.sinks, x.shape[1]) for x in self._sinks)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # pickle makes tensors of their own out of what were parts of another
+        self.__dict__.update(state)
+        self._see_sinks()
 
     def append(self, k_BNTd: torch.Tensor, v_BNTd: torch.Tensor) -> None:
         """Take T <= draft tokens per row; as many older ones leave the window. Device work only. Raises CacheError for more, and

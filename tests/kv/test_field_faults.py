@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from moe_prefetch.errors import ShapeError
+from moe_prefetch.errors import ArtefactError, ShapeError
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.kernels.kv_encode import naive as law
 from moe_prefetch.kernels.kv_encode import records
@@ -357,17 +357,29 @@ def test_a_step_of_another_batch_is_refused_never_spread(batch: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip((*s.gather(), s.length), before, strict=True))
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_a_cache_goes_through_pickle(calibrated: bool) -> None:
-    """To another process, or to disk between turns: with books made from prompts as with those of a calibration."""
-    llama, prompt = models.llama(), models.ids(90, 2)
-    cache = make_cache(llama.config, models.config(), calibrate(llama, models.ids(200, 2, seed=9)) if calibrated else None)
-    models.generate(llama, prompt, cache)
-    twin = pickle.loads(pickle.dumps(cache))
-    more, grown = torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(0)), []
-    for c in (cache, twin):
-        for layer in c.layers:
-            layer.update(more, more)
-        c.check_integrity()
-        grown.append([x for layer in c.layers for x in layer.store.gather()])
-    assert all(torch.equal(a, b) for a, b in zip(*grown, strict=True))
+@pytest.mark.parametrize(("calibrated", "max_length"), [(False, None), (True, None), (True, 300)])
+def test_a_cache_goes_through_pickle(calibrated: bool, max_length: int | None) -> None:
+    """To another process, or to disk between turns: with books made from prompts as with those of a calibration, of both kinds, and while
+    sinks are still coming in."""
+    llama = models.llama()
+    stats = calibrate(llama, models.ids(200, 2, seed=9)) if calibrated else None
+    for prompt in (2, 90):
+        cache = make_cache(llama.config, models.config(), stats, max_length=max_length)
+        models.generate(llama, models.ids(prompt, 2), cache, 1)
+        twin = pickle.loads(pickle.dumps(cache))
+        more, grown = torch.randn(2, 2, 40, 64, generator=torch.Generator().manual_seed(0)), []
+        for c in (cache, twin):
+            for at in range(0, 40, 4):
+                for layer in c.layers:
+                    layer.update(more[:, :, at : at + 4], more[:, :, at : at + 4])
+            c.check_integrity()
+            grown.append([x for layer in c.layers for x in (layer.static if max_length else layer.store).gather()])
+        assert all(torch.equal(a, b) for a, b in zip(*grown, strict=True))
+
+
+def test_a_pickled_cache_of_another_layout_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay = layout("fp4-quality")
+    assert pickle.loads(pickle.dumps(lay)) == lay
+    monkeypatch.setattr(PageLayout, "__getstate__", lambda self: dict(self.__dict__))
+    with pytest.raises(ArtefactError, match="layout version"):
+        pickle.loads(pickle.dumps(lay))
