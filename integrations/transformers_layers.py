@@ -145,11 +145,12 @@ class PagedLayer(CacheLayerMixin):
             # A trace breaks off where something is logged.
             self.attention = "tensors: a step that is traced"
             return False
-        ours = reads_pages(self.decoder.config)
+        config = self.decoder.config
+        ours = reads_pages(config)
         if self.kv.attention == "tensors" or (self.kv.attention == "auto" and not ours):
             self.attention = "tensors"
             return False
-        why = "" if ours else f"the model's attention is {self.decoder.config._attn_implementation!r}"
+        why = "" if ours else "it has been pickled" if config is None else f"the model's attention is {config._attn_implementation!r}"
         if ours and key_states.requires_grad:
             why = "training"
         if why:

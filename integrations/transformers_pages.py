@@ -53,6 +53,10 @@ class Decoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
         return self
 
+    def __reduce__(self) -> tuple[type[Decoder], tuple[None]]:
+        # a copy of the config would say for good what was so when the cache was pickled
+        return Decoder, (None,)
+
 
 # masks -----------------------------------------------------------------------------------------------------------------
 class Origin(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import sys
 from collections import Counter
 from types import ModuleType
@@ -505,6 +506,20 @@ def test_a_copy_reads_pages_as_its_original_does(llama) -> None:
     later = copy.deepcopy(later)
     under(llama, OURS, lambda: models.generate(llama, ids, later, n=4))
     assert {row["attention"] for row in later.report()} == {"pages"}
+
+
+def test_a_pickled_cache_says_that_it_gives_decoded_tensors(llama) -> None:
+    """It would know a copy of the model's config, which says nothing of how the model attends by now."""
+    ids = models.ids(50)
+    cache = make_cache(llama, models.config(attention="pages"))
+    with torch.no_grad():
+        llama(ids[:, :-1], past_key_values=cache)
+    twin = pickle.loads(pickle.dumps(cache))
+    del cache
+    assert llama.config._attn_implementation == "sdpa"
+    got = models.generate(llama, ids, twin, n=4)
+    assert {row["attention"] for row in twin.report()} == {"tensors: it has been pickled"}
+    assert torch.equal(got, models.generate(llama, ids, make_cache(llama, models.config(attention="tensors")), n=4))
 
 
 @pytest.mark.parametrize(("before", "reason"), [("eager", "eager attention"), ("flex_attention", "left as it is")])
