@@ -14,7 +14,7 @@ from ..errors import CacheError, ConfigError, ShapeError
 from ..kernels.kv_attend.op import kv_attend
 from ..kernels.kv_encode.naive import clean, empty_pages
 from ..kernels.kv_encode.op import kv_encode
-from ..kernels.kv_encode.records import Book, decode_naive, runs_for
+from ..kernels.kv_encode.records import Book, checked, decode_naive, runs_for
 from ..kernels.kv_slide.naive import Slide, tell_naive
 from ..kernels.kv_slide.op import kv_slide
 from .basis import Basis
@@ -45,7 +45,7 @@ class StaticStore:
                 expected="one scale per token",
                 do="choose fp4-72, fp4-quality, fp8 or fp16",
             )
-        self.layout, self.heads, self.book, self.sinks, self.window, self.draft = layout, heads, book, sinks, window, draft
+        self.layout, self.heads, self.book, self.sinks, self.window, self.draft = layout, heads, checked(book, layout), sinks, window, draft
         self.batch, self.max_tokens, self.basis = batch, max_tokens, basis
         self.ring = window + 2 * draft
         per_row = max(1, -(-(max_tokens - sinks) // PAGE))

@@ -16,7 +16,7 @@ import torch
 from ..errors import ArtefactError, CacheError, IntegrityError, ShapeError
 from ..kernels.kv_encode.naive import empty_pages
 from ..kernels.kv_encode.op import kv_encode
-from ..kernels.kv_encode.records import Book, decode_naive, neutral_book, tokens_in
+from ..kernels.kv_encode.records import Book, checked, decode_naive, neutral_book, tokens_in
 from .basis import Basis
 from .format import LAYOUT_VERSION, PAGE, PageLayout
 from .ints import DeviceInts
@@ -58,7 +58,7 @@ class LayerStore:
         self.layout, self.heads, self.sinks, self.window, self.device, self.poison = layout, heads, sinks, window, device, poison
         self.ints, self.basis, self.group = ints or DeviceInts(), basis, math.lcm(layout.format.append_group, settle)
         self.make_book = book if callable(book) else None
-        self._fixed = None if callable(book) else book
+        self._fixed = None if callable(book) else checked(book, layout)
         self.k_dim, self.v_dim = layout.k_dim + layout.rope, layout.v_dim
         self.pages = PageBook(page_limit, on_free=self._freed if poison else None)
         self.pages.add(batch)

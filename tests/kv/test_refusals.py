@@ -22,8 +22,11 @@ from moe_prefetch.integrations.transformers_attention import key_hashes
 from moe_prefetch.integrations.transformers_cache import calibrate, make_cache
 from moe_prefetch.integrations.transformers_pages import reads_pages, serve
 from moe_prefetch.integrations.transformers_quality import decoded, gate, log_probs
+from moe_prefetch.kernels.kv_encode.records import arranged, neutral_book
 from moe_prefetch.kv.codec import OutlierStats
-from moe_prefetch.kv.format import FORMATS
+from moe_prefetch.kv.format import FORMATS, PageLayout
+from moe_prefetch.kv.static import StaticStore
+from moe_prefetch.kv.store import LayerStore
 
 from . import models
 
@@ -364,3 +367,17 @@ def test_continuous_batching_is_told_that_its_cache_is_its_own(caplog) -> None:
         model(models.ids(4), use_cache=False)
     said = [r.message for r in caplog.records if "is not used" in r.message]
     assert len(said) == 1 and "fp8" in said[0] and "PagedAttentionCache" in said[0]
+
+
+# codebooks ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", [[3, 7, 50, -1], [-1] * 4, [3, 3, 4, 5], [62, 63, 30, 31], [64, 1, 2, 3]], ids=str)
+def test_outlier_channels_in_places_of_others_are_refused(row: list[int]) -> None:
+    """Among codes that hold scales they change places: -1 would be the channel before a token's first."""
+    layout = PageLayout(FORMATS["fp4-quality"], 64, 64, 4)
+    book = torch.tensor([row], dtype=torch.int32), *neutral_book(layout, 1)[1:]
+    for make in (lambda: LayerStore(layout, 1, book, batch=1), lambda: StaticStore(layout, 1, book, batch=1, max_tokens=300)):
+        with pytest.raises(ShapeError, match="outlier channels"):
+            make()
+    if row[0] < 64:
+        right = arranged(book[0], layout), *book[1:]
+        LayerStore(layout, 1, right, batch=1)

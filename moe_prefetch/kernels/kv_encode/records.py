@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...errors import ShapeError
 from ...kv.format import GROUP, PAGE, KVFormat, PageLayout
 from . import naive as law
 
@@ -176,16 +177,26 @@ def arranged(channels_NO: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
     Where scales lie among the codes, entry o stands for the place `reserved[o]` as long as there are such: a reserved channel that is an
     outlier stands at its own, others take what is left in ascending order, and where a head uses too few the reserved channel itself
-    becomes one. Behind these, and elsewhere, ascending.
+    becomes one. Behind these, and elsewhere, ascending. Raises ShapeError for more channels than the layout has, or others.
     """
     rows = []
     for row in channels_NO.tolist():
         used = sorted({c for c in row if c >= 0})
+        if len(used) > layout.outliers or used[-1:] > [layout.k_dim - 1]:
+            raise ShapeError(f"outlier channels {row}", where="KV codebook", expected=f"at most {layout.outliers} of {layout.k_dim}")
         free = iter([c for c in used if c not in layout.reserved])
         out = [r if r in used else next(free, r) for r in layout.reserved]
         out += free
         rows.append(out + [-1] * (layout.outliers - len(out)))
     return torch.tensor(rows, dtype=torch.int32, device=channels_NO.device).reshape(len(rows), layout.outliers)
+
+
+def checked(book: Book, layout: PageLayout) -> Book:
+    """The book. Raises ShapeError where outlier channels change places that are not theirs: kernels would write where they lead."""
+    if layout.reserved and not torch.equal(book[0], arranged(book[0], layout)):
+        raise ShapeError(f"outlier channels {book[0].tolist()}", where="KV codebook", expected=f"{arranged(book[0], layout).tolist()}",
+                         do="give them through `arranged`")  # fmt: skip
+    return book
 
 
 def swapped(x_XNd: torch.Tensor, channels_NO: torch.Tensor, layout: PageLayout) -> torch.Tensor:
