@@ -97,16 +97,16 @@ def test_a_latent_has_one_format(stats) -> None:
 # bytes ----------------------------------------------------------------------------------------------------------------------
 NUMBERS = st.tuples(
     st.sampled_from(NAMES), st.sampled_from(NAMES), st.sampled_from([16, 48, 64, 80, 128]), st.sampled_from([16, 64, 96, 112]),
-    st.sampled_from([64, 128, 192]), st.integers(0, 99),
+    st.sampled_from([64, 128, 192]), st.sampled_from([3, 8]), st.integers(0, 99),
 )  # fmt: skip
 
 
 @given(NUMBERS)
-def test_each_side_is_coded_as_in_its_own_format(numbers: tuple[str, str, int, int, int, int]) -> None:
+def test_each_side_is_coded_as_in_its_own_format(numbers: tuple[str, str, int, int, int, int, int]) -> None:
     """Bytes of codes, scales, outliers and factors, and what is decoded from them."""
-    k_name, v_name, dk, dv, n, seed = numbers
+    k_name, v_name, dk, dv, n, outliers, seed = numbers
     name = k_name if k_name == v_name else f"{k_name}+{v_name}"
-    lay = PageLayout(format_of(name), dk, dv, 3 if format_of(name).max_bits else 0)
+    lay = PageLayout(format_of(name), dk, dv, outliers if format_of(name).max_bits else 0)
     k, v = (tokens(n, 2, d, seed=seed + i)[0].transpose(0, 1) for i, d in enumerate((dk, dv)))
     both, runs, out = book(lay, 2, seed), torch.tensor(runs_for([1, 0], 0, n, 0)), {}
     for own in (lay, PageLayout(FORMATS[k_name], dk, dv, lay.outliers), PageLayout(FORMATS[v_name], dk, dv)):
