@@ -51,7 +51,7 @@ Layout = tuple[str, int, int, int, int]  # format, K and V head dim, outliers, r
 ENCODED: dict[str, list[Layout]] = {
     "fused": [("fp4-72", 64, 64, 1, 0), ("fp4-72", 128, 128, 3, 0), ("fp4-quality", 128, 128, 8, 0)],
     "general": [("fp16", 80, 80, 0, 0), ("fp8", 128, 64, 0, 0), ("nvfp4", 64, 64, 0, 0), ("mxfp4", 256, 256, 0, 0), ("fp8", 512, 0, 0, 64)],
-    "general_planes": [("fp4-72", 80, 80, 2, 0), ("fp4-quality", 256, 256, 8, 0), ("fp4-72", 512, 0, 0, 64)],
+    "general_planes": [("fp4-72", 80, 80, 2, 0), ("fp4-quality", 256, 256, 8, 0), ("fp4-quality", 80, 80, 6, 0), ("fp4-72", 512, 0, 0, 64)],
     "pairs": [("fp8+fp4-72", 64, 64, 0, 0), ("fp4-quality+fp8", 128, 128, 4, 0)],
 }
 # layout, query heads per KV head, options
@@ -72,6 +72,11 @@ ATTENDED: list[tuple[Layout, int, dict[str, Any]]] = [
     (("fp4-72", 512, 0, 0, 64), 16, {"draft": 2}),
     (("fp16", 512, 0, 0, 64), 16, {}),
     (("fp8", 512, 0, 0, 64), 5, {"sliding": 150}),
+    # scales among codes
+    (("fp4-quality", 64, 64, 4, 0), 4, {}),
+    (("fp4-quality", 80, 80, 6, 0), 5, {}),
+    (("fp4-quality", 256, 256, 16, 0), 4, {"draft": 2}),
+    (("fp4-quality+fp8", 64, 64, 4, 0), 4, {}),
 ]
 
 
