@@ -27,7 +27,6 @@ from .experts.planner import Budget, cancellable
 from .experts.slots import SlotTable, slots_per_layer
 from .experts.sources import LentSource
 from .experts.store import DiskStore, LocalStore, RecordLayout
-from .metrics import Metrics
 from .observe.report import Report, session_report
 from .probes.forecast import Forecaster, ProbeForecaster, checked
 from .probes.policy import policy_of
@@ -73,7 +72,7 @@ class Session:
             raise ConfigError("fit was set, but an attached model does not train", where="fit", expected="experts, probe or kv",
                               do="drop fit, or train with deepspeed.initialize of moe_prefetch.integrations.deepspeed")
         host.check_free()
-        self.config, self.metrics = config, Metrics()
+        self.config = config
         self.num_layers, self.num_experts = host.num_layers, host.num_experts
         self.demands: list[Demand] | None = None
         self._host, self._runtime = host, runtime
@@ -119,10 +118,9 @@ class Session:
 
     # set-up ---------------------------------------------------------------------------------------------------------
     def _probe(self) -> RoutingProbe | None:
-        path = self.config.probe.path
         if self.config.experts.home == "local" or not self.policy.forecasts:
             return None
-        if path is not None and self.policy.name == "probe":
+        if (path := self.config.probe.path) is not None and self.policy.name == "probe":
             return RoutingProbe.from_pretrained(path, self._host.gates)
         log.info("forecasts come from each layer's own gate, unfitted")
         return RoutingProbe(self._host.gates)
@@ -213,8 +211,7 @@ class Session:
             if self._owns_pass():
                 self._tell(self._device, layer, hidden_TD)
             return
-        now = self._runtime.now()
-        last, mean = self._clock
+        now, (last, mean) = self._runtime.now(), self._clock
         self._clock = [now, mean + ((now - last) - mean) / 8]
         if self._mover is None or not self._owns_pass():
             return
@@ -308,14 +305,18 @@ class Session:
     def held_bytes(self) -> dict[str, int]:
         """Expert bytes: `resident` on the model's device while attached (also asked afterwards), `total` of the model."""
         total = self._ledger.record_bytes * self.num_layers * self.num_experts
-        held = self._mover.held_bytes() if self._mover else self._device.held_bytes() if self._device else self._held
+        held = m.held_bytes() if (m := self._mover) else d.held_bytes() if (d := self._device) else self._held
         return {"resident": total if held is None else held, "total": total}
 
     @property
     def ledger(self) -> Ledger:
         """Every demand so far, settled; home: host waits for the device, or in a pass tells of those before, and knows no prefill."""
-        if self._device is not None:
-            said = self._device.counts(wait=not self._in_pass())
+        return self.so_far(wait=not self._in_pass())
+
+    def so_far(self, *, wait: bool = False) -> Ledger:
+        """The ledger as of the last finished pass: asks nothing of the device, so it may be called from any thread, at any time."""
+        if (device := self._device) is not None:
+            said = device.counts(wait=wait)
             self._ledger.layers, self._ledger.kinds = list(said.layers), {"all": said.total}
         return self._ledger
 
@@ -327,12 +328,11 @@ class Session:
         """Cancel fetches that have not started, wait for the others, and settle them. Raises DeadlineError."""
         if self._device is not None:
             self._device.rest()
-        if self._mover is None:
-            return
-        self._mover.check_usable()
-        with self._mover.lock:
-            self._mover.drain()
-        self._settle_rest(self._mover)
+        if (mover := self._mover) is not None:
+            mover.check_usable()
+            with mover.lock:
+                mover.drain()
+            self._settle_rest(mover)
 
     def _settle_rest(self, mover: Mover) -> None:
         """Book what moved since each layer's last demand, so that the ledger's bytes are the drive's."""

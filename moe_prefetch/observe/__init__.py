@@ -1,1 +1,1 @@
-"""What a person looks at: environment block, timeline, report, metrics endpoint."""
+"""What a person looks at: environment block, report, and metrics for Prometheus."""

@@ -218,6 +218,5 @@ def session_report(session: Any) -> Report:
     report.figures.append(Figure("layers", "Share of demanded experts that were there, late or missing, by MoE layer",
                                  bars(shares, [str(i) for i in range(len(ledger.layers))], "share of demand", stacked=True)))
     report.data = {"config": session.config.model_dump(mode="json"), "policy": session.policy.name, "held_bytes": held,
-                   "kinds": {k: t.as_dict() for k, t in ledger.kinds.items()}, "layers": [t.as_dict() for t in ledger.layers],
-                   "metrics": session.metrics.snapshot()}
+                   "kinds": {k: t.as_dict() for k, t in ledger.kinds.items()}, "layers": [t.as_dict() for t in ledger.layers]}
     return report
