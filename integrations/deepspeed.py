@@ -18,7 +18,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +38,10 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
+from moe_prefetch.checkpoint import check_writable
 from moe_prefetch.config import Config
 from moe_prefetch.deepspeed_file import SECTION, contradictions, split
-from moe_prefetch.errors import ConfigError, ProbeMismatchError, SessionError, UnsupportedModelError
+from moe_prefetch.errors import ArtefactError, ConfigError, ProbeMismatchError, SessionError, UnsupportedModelError
 from moe_prefetch.experts.mover import bounce_buffers
 from moe_prefetch.experts.slots import slots_per_layer
 from moe_prefetch.experts.store import RecordLayout
@@ -173,13 +173,11 @@ def _check_folders(ours: Config) -> None:
     for key, folder in (("experts.path", ours.experts.path), ("fit.out", ours.fit.out if ours.fit is not None else None)):
         if folder is None:
             continue
-        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
         try:
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as e:
-            raise ConfigError(f"{key}: nothing can be written as {folder}: {there}: {e.strerror}", where=f"{SECTION}.{key}",
-                              expected="a new folder, or one that can be written", do="name another folder") from e
+            check_writable(folder)
+        except ArtefactError as e:
+            raise ConfigError(f"{key}: {e.what} ({folder})", where=f"{SECTION}.{key}", expected="a new folder, or one that can be written",
+                              do="name another folder") from e
     if ours.fit is not None:
         check_folder(ours.fit.out)
 

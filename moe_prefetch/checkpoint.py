@@ -35,12 +35,12 @@ _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if it is not there, and write and remove a file in it: before long work whose result will go there. Raises
-    ArtefactError."""
+    """Whether files can be put there, or where the folder would be made: before long work whose result will go there. Nothing stays.
+    Raises ArtefactError."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=there):
+            return
     except OSError as e:
         raise ArtefactError(f"nothing can be written there: {e.strerror}", where=str(folder), do="name another folder") from e
 

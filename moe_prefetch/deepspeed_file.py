@@ -24,6 +24,11 @@ INFERENCE_KEYS = frozenset((
     "kernel_inject", "max_out_tokens", "max_tokens", "min_out_tokens", "min_tokens", "moe", "moe_experts", "moe_type", "mp_size", "mpu",
     "quant", "replace_method", "replace_with_kernel_inject", "return_tuple", "save_mp_checkpoint_path", "set_empty_params",
     "tensor_parallel", "tm", "tp", "training_mp_size", "transposed_mode", "triangular_masking", "triton_autotune", "use_triton", "zero"))
+# Two names of one key: it refuses both together.
+SYNONYMS = (("kernel_inject", "replace_with_kernel_inject"), ("tp", "tensor_parallel"), ("tm", "triangular_masking"),
+            ("ckpt_config", "checkpoint_config"), ("injection_dict", "injection_policy"), ("args", "config"),
+            ("max_tokens", "max_out_tokens"), ("min_tokens", "min_out_tokens"), ("expert_group", "ep_group"),
+            ("expert_mp_group", "ep_mp_group"))
 # What DeepSpeed 0.19 accepts and then does not do for these models: with its kernels alone it would, and it has none for them. Per key (and
 # its other names) the value that asks for nothing, and what to do instead.
 UNREAD: Mapping[tuple[str, ...], tuple[Any, str]] = {
@@ -131,6 +136,7 @@ def _inference(stock: Mapping[str, Any], ours: Config) -> list[str]:
         if key not in INFERENCE_KEYS:
             near = difflib.get_close_matches(key, INFERENCE_KEYS, n=1)
             found.append(f"{key}: no key of deepspeed.init_inference; " + (f"did you mean {near[0]!r}?" if near else "drop it"))
+    found += [f"{a} and {b}: two names of one key, refused together; keep one" for a, b in SYNONYMS if {a, b} <= stock.keys()]
     for names, (nothing, instead) in UNREAD.items():
         for key in names:
             of, _, name = key.rpartition(".")

@@ -285,3 +285,19 @@ def test_a_dead_holder_holds_nothing(tmp_path):
     child.wait()
     with exclusive(tmp_path, REAL, wait_s=1):
         pass
+
+
+@pytest.mark.parametrize("name", ["there", "there/new", "there/new/below"])
+def test_asking_whether_a_folder_can_be_written_leaves_nothing(name, tmp_path):
+    (tmp_path / "there").mkdir()
+    checkpoint.check_writable(tmp_path / name)
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+
+
+@pytest.mark.parametrize("name", ["afile", "afile/new", "gone", "gone/new", "/proc/x"])
+def test_a_folder_that_can_not_be_written(name, tmp_path):
+    (tmp_path / "afile").write_text("kept")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ArtefactError, match="nothing can be written there"):
+        checkpoint.check_writable(tmp_path / name)
+    assert (tmp_path / "afile").read_text() == "kept" and not (tmp_path / "nowhere").exists()

@@ -49,6 +49,7 @@ def test_what_is_refused(source, word):
     ({"moe": {"type": "residual"}}, {}, "moe.type"), ({"injection_dict": {"Block": ["o_proj"]}}, {}, "as an argument"),
     ({"enable_cuda_graph": True}, {}, "replayed graph"), ({"dtype": "int8"}, {}, "int8"),
     ({"tensor_parallel": {"tp_size": 2}}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "tensor parallelism"),
+    ({"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 2}}, {}, "tp and tensor_parallel: two names"),
     ({"mp_size": 2}, {"kv": {"format": "fp4-72", "calibration": "c"}}, "1/2"), ({}, FIT, "belongs to training"),
     ({**TRAIN, "zero_optimization": {"stage": 3}}, FIT, "use stage 0, 1 or 2"),
     ({**TRAIN, "hybrid_engine": {"enabled": True}}, FIT, "hybrid"),

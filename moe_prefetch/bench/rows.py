@@ -155,6 +155,7 @@ def add_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _append(path: Path, text: str) -> None:
     """All of it, or the file stays as it is. Raises ArtefactError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as f:
             size = f.tell()
             try:

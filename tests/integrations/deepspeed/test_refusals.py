@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer, Qwen2MoeForCausalLM
 
-from moe_prefetch.deepspeed_file import INFERENCE_KEYS
+from moe_prefetch.deepspeed_file import INFERENCE_KEYS, SYNONYMS
 from moe_prefetch.errors import (
     ArtefactError,
     BudgetError,
@@ -198,6 +198,7 @@ def test_the_names_of_deepspeeds_keys_are_those_of_the_installed_one():
 
     fields = DeepSpeedInferenceConfig.model_fields
     assert {*fields, *(f.alias for f in fields.values() if f.alias)} == INFERENCE_KEYS
+    assert {(f.alias, name) for name, f in fields.items() if f.alias not in (None, name)} == set(SYNONYMS)
 
 
 # models --------------------------------------------------------------------------------------------------------------------
