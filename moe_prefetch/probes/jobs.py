@@ -54,10 +54,16 @@ def load_model(model: str) -> tuple[Any, Any]:
 
 
 def text_windows(tokenizer: Any, texts: Sequence[str], window: int) -> torch.Tensor:
-    """Token windows int64 [N, window] of all texts in order, each text's shorter rest dropped. Raises ConfigError when none is left."""
+    """Token windows int64 [N, window] of all texts in order, each text's shorter rest dropped. Raises ConfigError when none is left, or
+    the tokenizer can't read a text."""
     rows = []
     for text in texts:
-        ids = tokenizer(text)["input_ids"]
+        try:
+            ids = tokenizer(text)["input_ids"]
+        except Exception as e:  # tokenizers raises nothing narrower
+            raise ConfigError(f"the tokenizer can't read the text: {' '.join(str(e).split())[:300]}", where="--text",
+                              expected="text in its words, or a tokenizer with a token for unknown ones",
+                              do="give another text, or mend the checkpoint's tokenizer") from e
         rows += [ids[i : i + window] for i in range(0, len(ids) - window + 1, window)]
     if not rows:
         raise ConfigError(f"the texts are shorter than one window of {window} tokens", where="--text",

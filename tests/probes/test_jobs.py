@@ -88,3 +88,10 @@ def test_a_tokenizer_of_other_letters_is_one(checkpoint: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "c": 1, "ac": 2}, [("a", "c")]))).save_pretrained(checkpoint)
     _, tokenizer = load_model(str(checkpoint))
     assert tokenizer("acc")["input_ids"] == [2, 1] and tokenizer("word")["input_ids"] == []
+
+
+def test_a_text_with_words_that_the_tokenizer_lacks():
+    strict = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1})))
+    assert jobs.text_windows(strict, ["a"], 1).tolist() == [[0]]
+    with pytest.raises(ConfigError, match=r"tokenizer can't read the text: .*UNK"):
+        jobs.text_windows(strict, ["zebra"], 1)
