@@ -1,8 +1,12 @@
-"""An attached model gives the numbers of the model as it was, in every dtype and whatever implementation its experts have."""
+"""An attached model gives the numbers of the model as it was, in every dtype and whatever implementation its experts have.
+
+Bit for bit where a row of a product does not depend on its place among the rows, as torch computes on any CPU with AVX2; with
+MKL_CBWR=COMPATIBLE it does."""
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import moe_prefetch
 from tests.tiny import FAMILIES, tiny
@@ -36,27 +40,33 @@ def test_an_attached_model_has_the_bits_of_the_plain_one(family: str, implementa
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 def test_autocast_computes_experts_as_without_a_session(implementation: str, weights: torch.dtype) -> None:
     """Routing weights in BF16, hidden states in FP32, and products in the dtype that autocast gives each implementation, or does not."""
-    model = tiny("qwen2_moe", dtype=weights, top_k=5)
-    model.set_experts_implementation(implementation)
-    if weights == torch.bfloat16:
-        # Norms kept in FP32 hand hidden states of FP32 to experts of BF16.
-        for layer in model.model.layers:
-            layer.post_attention_layernorm.float()
     prompt = torch.randint(2, 200, (2, 24), generator=torch.Generator().manual_seed(1))
 
-    def logits() -> torch.Tensor:
+    def made(layers: int) -> PreTrainedModel:
+        model = tiny("qwen2_moe", dtype=weights, top_k=5, layers=layers)
+        model.set_experts_implementation(implementation)
+        if weights == torch.bfloat16:
+            # Norms kept in FP32 hand hidden states of FP32 to experts of BF16.
+            for layer in model.model.layers:
+                layer.post_attention_layernorm.float()
+        return model
+
+    def logits(model: PreTrainedModel) -> torch.Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             return model(prompt).logits
 
-    want = logits()
+    model = made(4)
+    want = logits(model)
     for experts in HOMES:
         with moe_prefetch.attach(model, {"version": 1, "experts": experts}):
-            got = logits()
+            got = logits(model)
             assert got.dtype == want.dtype
             # torch.bmm and torch.nn.functional.linear may add in another order.
             assert torch.equal(got, want) or (implementation == "batched_mm" and torch.allclose(got, want, atol=0.02)), experts
+    # Kernels multiply weights as they are, as grouped_mm does, and round less: a router after them may choose another expert.
+    model = made(1)
+    want = logits(model)
     with moe_prefetch.attach(model, {"version": 1, "experts": {"home": "host", "resident": "25%"}}):
-        got = logits()
-    # Kernels multiply weights as they are, as grouped_mm does, and round less; a routing weight apart, another expert is chosen.
+        got = logits(model)
     assert got.dtype == want.dtype and got.isfinite().all()
     assert implementation != "grouped_mm" or weights != torch.float32 or torch.allclose(got, want, atol=0.02)
