@@ -26,17 +26,22 @@ COUNTERS = {
 class Exporter:
     """A collector for a `prometheus_client` registry: `REGISTRY.register(Exporter(session))`, then `start_http_server(9400)`.
 
-    sources  sessions of `attach`, and the `Metrics` that a `Dispatcher` or a `ProbeFit` was given; one of a kind per registry
-    labels   on every series: rank="3", model="qwen"
+    sources  a session of `attach`, and the `Metrics` that a `Dispatcher` or a `ProbeFit` was given
+    labels   on every series: rank=3, model="qwen"
 
     A scrape asks nothing of the device: of home `host` it tells what the last finished pass had sent. It may run in any thread.
-    Raises TypeError for another source, ModuleNotFoundError (at import) without prometheus_client.
+    Raises TypeError for another source, ValueError for two sessions or a label that series have already, ModuleNotFoundError (at import)
+    without prometheus_client.
     """
 
-    def __init__(self, *sources: Any, **labels: str) -> None:
+    def __init__(self, *sources: Any, **labels: object) -> None:
         for s in sources:
             if not isinstance(s, Metrics) and not hasattr(s, "so_far"):
                 raise TypeError(f"{type(s).__name__} has no metrics; expected a Session or a Metrics")
+        if sum(not isinstance(s, Metrics) for s in sources) > 1:
+            raise ValueError("two sessions would have the same series: give each an Exporter in a CollectorRegistry of its own")
+        if taken := {"layer", "found", "where"} & labels.keys():
+            raise ValueError(f"series have a label {sorted(taken)[0]!r} of their own: name it otherwise")
         self._sources, self._labels = sources, {k: str(v) for k, v in labels.items()}
 
     def collect(self) -> Iterator[Metric]:

@@ -105,6 +105,18 @@ def test_what_has_no_metrics_is_refused():
         Exporter(torch.nn.Linear(1, 1))
 
 
+def test_series_that_could_not_be_told_apart_are_refused():
+    with moe_prefetch.attach(tiny()) as one, moe_prefetch.attach(tiny()) as two:
+        with pytest.raises(ValueError, match="CollectorRegistry of its own"):
+            Exporter(one, Metrics(), two)
+        with pytest.raises(ValueError, match="'layer'"):
+            Exporter(one, layer="0")
+        registries = [CollectorRegistry(), CollectorRegistry()]
+        for registry, session in zip(registries, (one, two)):
+            registry.register(Exporter(session, Metrics()))
+        assert samples(registries[0]) == samples(registries[1])
+
+
 def test_without_the_package_the_error_names_the_extra():
     code = "import sys; sys.modules['prometheus_client'] = None; import moe_prefetch.observe.exporter"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
