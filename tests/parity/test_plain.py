@@ -1,6 +1,6 @@
 """An attached model gives the numbers of the model as it was, in every dtype and whatever implementation its experts have.
 
-Bit for bit where a row of a product does not depend on its place among the rows, as torch computes on any CPU with AVX2; with
+Bit for bit where a row of a product does not depend on its place among the rows, as it was seen with AVX2 and AVX-512; with
 MKL_CBWR=COMPATIBLE it does."""
 from __future__ import annotations
 
